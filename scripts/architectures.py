@@ -27,7 +27,7 @@ from rank_processes import Case, curve, train_cases
 
 from trainctl.errors import Finding, TrainctlError
 from trainctl.options import architectures
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"

@@ -16,7 +16,7 @@ from trainctl.config.schema import (
 )
 from trainctl.hardware import Hardware
 from trainctl.options.optimizer import Optimizer
-from trainctl.plan.optimizers import optimizer_maker
+from trainctl.plans.optimizers import optimizer_maker
 
 TARGET = Path(__file__).parents[1] / "docs" / "optimizers.md"
 MARKS = ("<!-- table -->", "<!-- end of table -->")

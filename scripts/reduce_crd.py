@@ -2,7 +2,7 @@
 
 `python scripts/reduce_crd.py CRD.yaml VERSION REVISION MANIFEST.json > SCHEMA.json` keeps types,
 required fields, patterns and bounds of these fields and forbids all others. Run it to update
-`tests/launch/kubernetes/*.schema.json` when an API changes.
+`tests/launchers/kubernetes/*.schema.json` when an API changes.
 """
 
 from __future__ import annotations

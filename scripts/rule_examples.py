@@ -21,7 +21,7 @@ from typing import Any
 
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.launch.planning import compose, compose_target, plan
+from trainctl.launchers.planning import compose, compose_target, plan
 from trainctl.rules.deepspeed.case import Case, JsonContext
 from trainctl.rules.handbook import (
     JSON_PAGE,

@@ -21,19 +21,19 @@ ORDER = [
     {"readers"},
     {"options"},
     {"hardware"},
-    {"plan", "memory"},
+    {"plans", "memory"},
     {"rules"},
-    {"search"},
+    {"tuning"},
     {"runs"},
     {"data", "records"},
     {"engines"},
     {"monitor"},
     {"train"},
-    {"launch"},
+    {"launchers"},
     {"cli"},
     {"__main__"},
 ]
-ALSO = {("memory", "plan")}
+ALSO = {("memory", "plans")}
 """The budget reads the types of a plan."""
 
 HEAVY = ("torch", "deepspeed", "transformers")
@@ -93,7 +93,7 @@ def _users(package: str) -> set[str]:
 
 @pytest.mark.parametrize("package", HEAVY)
 def test_only_the_torch_side_imports(package: str) -> None:
-    rooms = {"engines", "train", "launch"}
+    rooms = {"engines", "train", "launchers"}
     if package == "transformers":
         rooms |= {"data"}  # whose chat templates and tokenizers it has
     users = _users(package) - {"models/hf_weights.py"}  # what ranks load and export
@@ -106,7 +106,7 @@ def test_only_its_engine_imports_deepspeed() -> None:
     assert all(name.startswith("engines/deepspeed/") for name in users)
 
 
-@pytest.mark.parametrize("folder", ["train", "launch/agent"])
+@pytest.mark.parametrize("folder", ["train", "launchers/agent"])
 def test_nothing_reaches_through_an_engine_into_deepspeeds(folder: str) -> None:
     """Such as `engine.deepspeed.optimizer`; `plan.deepspeed` is its JSON."""
     found = [
@@ -181,7 +181,7 @@ def test_commands_import_at_their_top(path: Path) -> None:
     assert not late
 
 
-DEEPSPEED_JSON = str(Path(__file__).parent / "plan" / "golden" / "stage-0-fp32-cpu.json")
+DEEPSPEED_JSON = str(Path(__file__).parent / "plans" / "golden" / "stage-0-fp32-cpu.json")
 PLANNED = ["recipe=7b-zero3", "hardware=8xh100-80g"]
 
 
@@ -230,7 +230,7 @@ def test_what_draws_is_loaded_only_to_draw() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "trainctl.launch.agent.__main__",
+        "trainctl.launchers.agent.__main__",
         "trainctl.monitor.loggers.__main__",
         "trainctl.train.__main__",
         "trainctl.train.offline",

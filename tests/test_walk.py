@@ -61,7 +61,7 @@ def test_few_modules_stand_between_the_command_and_the_first_step(tmp_path: Path
         print(f"{number:2} {module}")
     assert [stack[0] for stack in stacks] == [
         "trainctl.cli.main",
-        "trainctl.launch.agent.__main__",
+        "trainctl.launchers.agent.__main__",
         "trainctl.train.__main__",
         "trainctl.train.__main__",
     ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from trainctl.config.schema import DataConfig, ModelConfig
 from trainctl.data.user_functions import Rank
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 
 
 def model(shape: ModelConfig):

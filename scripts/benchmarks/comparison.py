@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainctl.plan.flops import flops_per_token, utilisation
-from trainctl.plan.types import RunPlan
+from trainctl.plans.flops import flops_per_token, utilisation
+from trainctl.plans.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
-from trainctl.search.speed import step_time
+from trainctl.tuning.speed import step_time
 
 PEERS = Path(__file__).with_name("peers.py")
 TIMEOUT_SECONDS = 1200

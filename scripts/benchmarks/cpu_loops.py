@@ -38,7 +38,7 @@ import numpy as np
 import psutil
 
 from trainctl.data.corpus import Corpus
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve

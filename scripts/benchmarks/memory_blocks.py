@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trainctl.config.schema import ModelConfig
 from trainctl.memory.activations import BlockActivations
-from trainctl.plan import shapes
+from trainctl.plans import shapes
 
 FP32 = 4
 

@@ -54,7 +54,7 @@ from trainctl.memory.phases import phases, resident_components
 from trainctl.memory.rank import Components, loss_tokens
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import KERNEL
-from trainctl.plan.types import Batch, LayoutPlan, Mesh
+from trainctl.plans.types import Batch, LayoutPlan, Mesh
 
 FP32 = 4
 

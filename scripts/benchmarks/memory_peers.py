@@ -13,7 +13,7 @@ from functools import cache
 from memory_cases import Case
 
 from trainctl.config.schema import OffloadDevice
-from trainctl.plan.shapes import count_parameters, head_dim, key_value_heads
+from trainctl.plans.shapes import count_parameters, head_dim, key_value_heads
 
 
 def deepspeed(case: Case) -> float | None:

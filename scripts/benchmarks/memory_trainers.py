@@ -33,7 +33,7 @@ from trainctl.memory import constants
 from trainctl.memory.activations import BlockActivations, compute_bytes
 from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import EngineMemory
-from trainctl.plan.types import LayoutPlan
+from trainctl.plans.types import LayoutPlan
 
 FP32 = 4
 

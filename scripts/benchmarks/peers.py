@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainctl.data.corpus import Corpus
 from trainctl.engines.deepspeed.entry import start_process
 from trainctl.engines.process import Process, stop_process
-from trainctl.plan.settings import number_formats
-from trainctl.plan.types import RunPlan
+from trainctl.plans.settings import number_formats
+from trainctl.plans.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.train.callbacks.steps import peak_memory

@@ -43,7 +43,7 @@ READERS = {
     "from trainctl.runs.layout import RunPaths\n_held_out_loss(RunPaths(events.parent))",
     "one pass over all records": "from trainctl.runs.records import iter_events\n"
     "assert sum(event['event'] == 'step' for event in iter_events(events)) == steps",
-    "a launch with a time limit": "from trainctl.launch.stop import TimeLimit\n"
+    "a launch with a time limit": "from trainctl.launchers.stop import TimeLimit\n"
     "from trainctl.runs.records import iter_events\n"
     "TimeLimit(60, iter_events(events, 'step', 'checkpoint', 'weights'))",
 }

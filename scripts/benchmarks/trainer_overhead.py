@@ -26,7 +26,7 @@ import torch.multiprocessing as multiprocessing
 from trainctl.config.compose import compose
 from trainctl.data.prepare import prepare
 from trainctl.hardware import resolve_hardware
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 

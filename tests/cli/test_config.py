@@ -11,7 +11,7 @@ import yaml
 from trainctl.cli.arguments import split_target
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
-from trainctl.launch.planning import compose, plan
+from trainctl.launchers.planning import compose, plan
 from trainctl.runs.directory import create_run, new_attempt, open_run
 
 

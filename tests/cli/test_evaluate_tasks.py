@@ -10,7 +10,7 @@ import pytest
 from trainctl.cli import evaluate
 from trainctl.cli.main import run as command
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch import offline
+from trainctl.launchers import offline
 from trainctl.runs.layout import RunPaths
 from trainctl.train.tasks import require_known, rows_of
 

@@ -10,8 +10,8 @@ import small_checkpoints
 
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
-from trainctl.launch.interface import LaunchRequest, Outcome
-from trainctl.plan.schedule import Curve
+from trainctl.launchers.interface import LaunchRequest, Outcome
+from trainctl.plans.schedule import Curve
 from trainctl.runs import checkpoints
 from trainctl.runs.directory import open_run, read_plan
 from trainctl.runs.layout import RunPaths
@@ -39,7 +39,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         numbers.append(launch.attempt.number)
         return Outcome(exit_code=0, state=State.finished)
 
-    monkeypatch.setattr("trainctl.launch.local.run_launch", record)
+    monkeypatch.setattr("trainctl.launchers.local.run_launch", record)
     return numbers
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
-from trainctl.launch.interface import LaunchRequest, Outcome
-from trainctl.launch.planning import compose
+from trainctl.launchers.interface import LaunchRequest, Outcome
+from trainctl.launchers.planning import compose
 from trainctl.runs.directory import create_run, last_attempt, open_run, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
@@ -50,7 +50,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         numbers.append(launch.attempt.number)
         return Outcome(exit_code=0, state=State.finished)
 
-    monkeypatch.setattr("trainctl.launch.local.run_launch", record)
+    monkeypatch.setattr("trainctl.launchers.local.run_launch", record)
     return numbers
 
 
@@ -73,7 +73,7 @@ def test_a_dry_run_shows_everything_and_makes_nothing(
         "Plan of 7b-zero3",
         "accumulation 32 x data 8",
         "of 79.65: fits",
-        "trainctl.launch.agent",
+        "trainctl.launchers.agent",
     ):
         assert part in text
     assert list(tmp_path.iterdir()) == []
@@ -252,7 +252,7 @@ def test_a_failure_shows_the_log_and_passes_the_exit_code_on(
         log=Path("rank-1.log"),
         log_tail=("last words",),
     )
-    monkeypatch.setattr("trainctl.launch.local.run_launch", lambda *_, **__: outcome)
+    monkeypatch.setattr("trainctl.launchers.local.run_launch", lambda *_, **__: outcome)
     assert run(["launch", *SMALL]) == 137
     *said, last = capsys.readouterr().err.splitlines()
     assert said[-5:] == [
@@ -268,8 +268,8 @@ def test_a_failure_shows_the_log_and_passes_the_exit_code_on(
 FAILING = """
 import sys
 from trainctl.cli.main import entry_point
-from trainctl.launch import local
-from trainctl.launch.interface import Outcome
+from trainctl.launchers import local
+from trainctl.launchers.interface import Outcome
 from trainctl.runs.status import State
 local.run_launch = lambda launch: Outcome(exit_code=6, state=State.failed, message="rank 1 died")
 sys.argv = ["trainctl", "launch", "recipe=tiny", "--run-dir", "r"]

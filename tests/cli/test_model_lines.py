@@ -11,7 +11,7 @@ import pytest
 from trainctl.cli.main import run
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import ExitCode
-from trainctl.plan.shapes import all_tensors
+from trainctl.plans.shapes import all_tensors
 
 SHAPE = {
     "model_type": "llama",

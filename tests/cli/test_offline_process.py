@@ -13,7 +13,7 @@ import pytest
 
 from trainctl.cli.console import Meter
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.offline import run_offline
+from trainctl.launchers.offline import run_offline
 from trainctl.runs.processes import is_alive
 
 
@@ -66,7 +66,7 @@ def test_it_ends_with_the_command(tmp_path: Path, number: signal.Signals) -> Non
     os.mkfifo(run / "attempts" / "1" / "plan.json")
     script = (
         "import sys\nfrom trainctl.cli.console import Meter\n"
-        "from trainctl.launch.offline import run_offline\n"
+        "from trainctl.launchers.offline import run_offline\n"
         "run_offline('evaluate', sys.argv[1:], Meter())\n"
     )
     command = subprocess.Popen(

@@ -8,7 +8,7 @@ from whole_recipes import WHOLE
 from trainctl.cli.plan_view import brief_lines, plan_lines
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.search.assess import assess
+from trainctl.tuning.assess import assess
 
 SCREEN, COLUMNS = 24, 80
 AROUND = 4

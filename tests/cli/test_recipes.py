@@ -39,7 +39,7 @@ def test_a_recipe_fits_exactly_where_launch_does_not_refuse_it(
     monkeypatch.setattr("trainctl.hardware.detect.query_tool", lambda _: "")  # no cards
     if without == "space":
         usage = shutil.disk_usage(".")._replace(free=1)
-        monkeypatch.setattr("trainctl.launch.local.shutil.disk_usage", lambda _: usage)
+        monkeypatch.setattr("trainctl.launchers.local.shutil.disk_usage", lambda _: usage)
     if without == "sbatch":
         monkeypatch.setenv("PATH", ".")
     assert run(["launch", f"recipe={name}"]) == 4

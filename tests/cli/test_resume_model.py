@@ -11,7 +11,7 @@ import small_checkpoints
 
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
-from trainctl.launch.interface import Outcome
+from trainctl.launchers.interface import Outcome
 from trainctl.runs.directory import last_attempt, open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.status import State
@@ -25,7 +25,7 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def record(*_: Any, **__: Any) -> Outcome:
         return Outcome(exit_code=0, state=State.finished)
 
-    monkeypatch.setattr("trainctl.launch.local.run_launch", record)
+    monkeypatch.setattr("trainctl.launchers.local.run_launch", record)
 
 
 def launched(*overrides: str) -> RunPaths:
@@ -120,7 +120,7 @@ def test_no_checkpoint_is_named_where_none_of_them_is_intact(
     def refuse(*_: Any, **__: Any) -> Outcome:
         return Outcome(exit_code=ExitCode.run_state, state=State.failed, hint="--from-start")
 
-    monkeypatch.setattr("trainctl.launch.local.run_launch", refuse)
+    monkeypatch.setattr("trainctl.launchers.local.run_launch", refuse)
     capsys.readouterr()
     assert run(["resume", "runs/a"]) == ExitCode.run_state
     said = capsys.readouterr().err

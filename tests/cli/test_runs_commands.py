@@ -438,8 +438,8 @@ def test_stop_now_does_not_wait_for_ever_for_what_nothing_ends(
     container.
     """
     grace = read_plan(paths.attempt(1).plan).config.launcher.grace_seconds
-    monkeypatch.setattr("trainctl.launch.stop._KILL_PATIENCE_SECONDS", 0.2 - grace)
-    monkeypatch.setattr("trainctl.launch.stop._FORCE_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("trainctl.launchers.stop._KILL_PATIENCE_SECONDS", 0.2 - grace)
+    monkeypatch.setattr("trainctl.launchers.stop._FORCE_PATIENCE_SECONDS", 0.2)
     with held(paths, FOR_EVER):
         assert run(["runs", "stop", "--now", str(paths.root)]) == ExitCode.run_state
     assert "does not end: process" in capsys.readouterr().err

@@ -123,7 +123,9 @@ def test_an_agent_that_is_killed_takes_its_node_and_the_others_with_it(
     running = launch("forever,child")
     running.wait_for_step()
     (agent,) = [
-        pid for pid, line in cluster.nodes[1].processes().items() if "trainctl.launch.agent" in line
+        pid
+        for pid, line in cluster.nodes[1].processes().items()
+        if "trainctl.launchers.agent" in line
     ]
     os.kill(agent, signal.SIGKILL)
     code, talk = running.end()

@@ -15,7 +15,7 @@ from small_model import SHAPE
 from trainctl.config.compose import Composed, compose, compose_leniently
 from trainctl.errors import TrainctlError
 from trainctl.models.directory import fetch_weights
-from trainctl.plan.settings import auxiliary_loss
+from trainctl.plans.settings import auxiliary_loss
 
 pytestmark = pytest.mark.usefixtures("nothing_is_traced")
 

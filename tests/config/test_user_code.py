@@ -14,7 +14,7 @@ from trainctl.config.user_code import (
     user_code_files,
     with_script_arguments,
 )
-from trainctl.search.input_files import missing_files
+from trainctl.tuning.input_files import missing_files
 
 
 @pytest.fixture(autouse=True)

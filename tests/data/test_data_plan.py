@@ -9,7 +9,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.data.mixture import SourceLength, plan_data, sample_order
 from trainctl.hardware import Hardware
-from trainctl.plan.mixture import samples_in
+from trainctl.plans.mixture import samples_in
 from trainctl.rules.resolve import resolve
 
 CPUS = Hardware(name="2xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=2)

@@ -19,7 +19,7 @@ from trainctl.data.dropped_documents import examples_of
 from trainctl.data.quality import measurement
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
-from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.plans.mixture import SINGLE_SOURCE
 
 DRAW = random.Random(3)
 WORDS = [f"word{number}" for number in range(4000)]

@@ -11,7 +11,7 @@ from plain_order import sample_indices
 
 from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.data.source_sampler import SINGLE_SOURCE
-from trainctl.plan.mixture import samples_in
+from trainctl.plans.mixture import samples_in
 
 SHARD = 64
 MOST = 500

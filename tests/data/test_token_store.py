@@ -25,7 +25,7 @@ from trainctl.data.task_workers import run_tasks
 from trainctl.data.tasks import Claims, PreparationProgress, format_duration
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.readers import plain
 from trainctl.readers.documents import Reader, split_documents
 from trainctl.readers.files import split_files

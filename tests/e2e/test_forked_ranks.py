@@ -11,7 +11,7 @@ import psutil
 import pytest
 from commands import TINY, curve, finish, start
 
-from trainctl.launch.rank_command import FORK_VARIABLE
+from trainctl.launchers.rank_command import FORK_VARIABLE
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_ranks_are_forks_and_train_as_those_that_import(tmp_path: Path) -> None:
         ranks = ranks_of(run)
         assert sorted(ranks) == [0, 1]
         (agent,) = {process.ppid() for process in ranks.values()}
-        assert "trainctl.launch.agent" in psutil.Process(agent).cmdline()
+        assert "trainctl.launchers.agent" in psutil.Process(agent).cmdline()
         for process in ranks.values():
             assert ("--fork" in process.cmdline()) == (forked == "1")
             assert os.getsid(process.pid) == process.pid

@@ -48,7 +48,7 @@ def target(strike, launcher, run):
     """Return the pid to kill, once there is one."""
     if strike not in ("rank", "agent"):
         return launcher.pid
-    modules = ("trainctl.train",) if strike == "rank" else ("trainctl.launch.agent",)
+    modules = ("trainctl.train",) if strike == "rank" else ("trainctl.launchers.agent",)
     return wait(lambda: next((p for p in live_processes(run) if module_of(p) in modules), None))
 
 
@@ -108,7 +108,7 @@ def test_interrupted_and_terminated_while_training(tmp_path, launcher, preloaded
 def test_struck_during_start_up(tmp_path, launcher, name, after_seconds):
     """`after_seconds` from the moment that the run directory's first attempt has its agent.
 
-    Each of them once; more moments, with stand-in ranks: `tests/launch/test_start_up.py`.
+    Each of them once; more moments, with stand-in ranks: `tests/launchers/test_start_up.py`.
     """
     run = tmp_path / "run"
     wait(lambda: (run / "run.json").is_file() and live_processes(run))

@@ -44,7 +44,7 @@ def start_pods(run: RunPaths, restart: int, port: int) -> list[subprocess.Popen[
             "TRAINCTL_RESTART": str(restart),
             "TRAINCTL_RENDEZVOUS": f"127.0.0.1:{port}",
         }
-        command = [sys.executable, "-m", "trainctl.launch.pod", str(run.root), "--attempt", "1"]
+        command = [sys.executable, "-m", "trainctl.launchers.pod", str(run.root), "--attempt", "1"]
         pods.append(
             subprocess.Popen(
                 command,

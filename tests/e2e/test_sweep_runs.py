@@ -96,8 +96,8 @@ def test_a_detached_run_is_followed_and_stopped(
 
 
 def live_launchers(run: Path) -> set[int]:
-    """Processes of `python -m trainctl.launch` on the run."""
-    wanted = [b"trainctl.launch", os.fsencode(run)]
+    """Processes of `python -m trainctl.launchers` on the run."""
+    wanted = [b"trainctl.launchers", os.fsencode(run)]
     found = set()
     for process in Path("/proc").iterdir():
         if process.name.isdigit():

@@ -250,7 +250,7 @@ def _prepared(folder: Path) -> RunPaths:
 
 def test_an_agent_starts_no_rank(changed: Path, tmp_path: Path) -> None:
     run = _prepared(tmp_path)
-    agent = ("-m", "trainctl.launch.agent", str(run.root), "--attempt", "1", "--node", "0")
+    agent = ("-m", "trainctl.launchers.agent", str(run.root), "--attempt", "1", "--node", "0")
     done = _done(*agent, cwd=tmp_path, path=changed)
     assert done.returncode == ExitCode.environment, done.stderr
     (failure,) = [event for event in read_events(run.events) if event["event"] == "failure"]

@@ -116,7 +116,7 @@ class Struck:
         return int(self.wait(lambda: self._find("trainctl.train", f"rank-{rank}.log"), 20))
 
     def agent(self) -> int:
-        return int(self.wait(lambda: self._find("trainctl.launch.agent", "agent-0.log"), 20))
+        return int(self.wait(lambda: self._find("trainctl.launchers.agent", "agent-0.log"), 20))
 
     def _find(self, module: str, log: str) -> int | None:
         for pid in live_processes(self.root):

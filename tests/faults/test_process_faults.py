@@ -103,5 +103,5 @@ def test_sigterm_with_grace_saves_and_is_requeued(struck, undisturbed):
     said = struck.finish(launcher, 75, "the time limit")
     assert struck.saved[-1] == struck.steps_done == done + 1, said
 
-    # A second SIGTERM, and a grace that ends: tests/launch/test_supervise.py, with stand-ins.
+    # A second SIGTERM, and a grace that ends: tests/launchers/test_supervise.py, with stand-ins.
     struck.complete(undisturbed, "training.time_limit_minutes=null")

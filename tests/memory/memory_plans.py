@@ -6,9 +6,9 @@ from typing import Any
 
 from trainctl.config.schema import Accelerator, ModelConfig, RunConfig
 from trainctl.hardware import Hardware
-from trainctl.plan.derive import blocks_of_stages
-from trainctl.plan.types import Batch, Mesh, RunPlan
-from trainctl.search.speed import with_values
+from trainctl.plans.derive import blocks_of_stages
+from trainctl.plans.types import Batch, Mesh, RunPlan
+from trainctl.tuning.speed import with_values
 
 GIB = 2**30
 

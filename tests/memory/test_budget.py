@@ -297,7 +297,7 @@ def test_degenerate_models_break_nothing(model: ModelConfig, zero: int) -> None:
 
 def test_needs_no_torch() -> None:
     code = (
-        "import sys, trainctl.memory.budget, trainctl.search.suggest;"
+        "import sys, trainctl.memory.budget, trainctl.tuning.suggest;"
         "sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

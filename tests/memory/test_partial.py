@@ -10,8 +10,8 @@ from trainctl.memory.engine import read_engine
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.phases import resident_components
 from trainctl.memory.stages import Stage, pipeline_stages
-from trainctl.plan.trainable import trainable
-from trainctl.plan.types import RunPlan
+from trainctl.plans.trainable import trainable
+from trainctl.plans.types import RunPlan
 
 LORA = {"adapter__kind": "lora", "adapter__rank": 16, "adapter__targets": ["q_proj", "v_proj"]}
 ADAPTER = 32 * 16 * (4096 + 4096 + 4096 + 1024)

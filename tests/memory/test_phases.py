@@ -16,7 +16,7 @@ from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.rank import Components
 from trainctl.memory.stages import Piece, Stage, pipeline_stages
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 
 
 def one_stage(plan: RunPlan) -> Stage:

@@ -18,8 +18,8 @@ from trainctl.config.schema import ModelConfig
 from trainctl.models import tracing
 from trainctl.models.anatomy import Role, parse_anatomy
 from trainctl.models.tracing import DEFAULTS, IGNORED, published_name, published_table, shape_of
-from trainctl.plan.flops import flops_per_token
-from trainctl.plan.shapes import count_parameters
+from trainctl.plans.flops import flops_per_token
+from trainctl.plans.shapes import count_parameters
 
 # Parameters in all, active ones, and whether the embedding is among the active, as published.
 # Exact ones: what the hub counts in the files. Mixtral in arXiv:2401.04088, Qwen3 in

@@ -12,8 +12,8 @@ from memory_plans import GPT2, LLAMA_2_7B, LLAMA_3_8B
 from trainctl.config.schema import ModelConfig, ParallelismConfig, PipelinePartition
 from trainctl.memory.stages import Stage, pipeline_stages
 from trainctl.options.model import LAYER_NORM, SHAPE, Family, Region, llama
-from trainctl.plan import shapes
-from trainctl.plan.derive import blocks_of_stages
+from trainctl.plans import shapes
+from trainctl.plans.derive import blocks_of_stages
 
 LLAMA_32_1B = ModelConfig(
     vocab_size=128_256,

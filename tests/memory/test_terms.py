@@ -25,7 +25,7 @@ from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.rank import Components
 from trainctl.memory.stages import pipeline_stages
-from trainctl.plan.types import Mesh
+from trainctl.plans.types import Mesh
 
 HEAD = 4096 * 128_256
 """Elements of Llama-3 8B's output projection."""

@@ -17,11 +17,11 @@ from trainctl.config.compose import compose, recompose
 from trainctl.config.schema import Accelerator, AttentionKind, DataType, ModelConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.launch.planning import plan
+from trainctl.launchers.planning import plan
 from trainctl.memory.activations import block_activations
 from trainctl.memory.traced import TracedModel, block_on_tensor_rank
-from trainctl.plan.optimizers import parameter_groups
-from trainctl.plan.shapes import count_parameters
+from trainctl.plans.optimizers import parameter_groups
+from trainctl.plans.shapes import count_parameters
 from trainctl.rules.resolve import resolve
 from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.model import blocks

@@ -22,7 +22,7 @@ from trainctl.memory.engine import Group, read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.stages import pipeline_stages
 from trainctl.options.optimizer.adamw_8bit import AT_ONCE
-from trainctl.plan.optimizers import parameter_groups
+from trainctl.plans.optimizers import parameter_groups
 from trainctl.train.optimizers import own_optimizer
 from trainctl.train.optimizers.partitioned import ParameterPart
 

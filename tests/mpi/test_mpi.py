@@ -15,9 +15,9 @@ from ports import reserved_port
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.launch import mpi
-from trainctl.launch.config_checks import hosts_in
-from trainctl.launch.interface import AttemptRequest
+from trainctl.launchers import mpi
+from trainctl.launchers.config_checks import hosts_in
+from trainctl.launchers.interface import AttemptRequest
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 
@@ -136,7 +136,7 @@ def test_command_lines() -> None:
         (argv,) = rendered.commands
         assert " ".join(argv).startswith(expected)
         assert "$(id)" not in " ".join(argv)
-        assert argv[-6:] == ("-P", "-m", "trainctl.launch.agent", "/r", "--attempt", "1")
+        assert argv[-6:] == ("-P", "-m", "trainctl.launchers.agent", "/r", "--attempt", "1")
         assert rendered.command.address == "node-a"
         assert rendered.command.nodes[1].environment["SECRET"] == "$(id)"
 

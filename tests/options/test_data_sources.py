@@ -25,7 +25,7 @@ from trainctl.readers.documents import Reader
 from trainctl.readers.files import find_files, split_files
 from trainctl.readers.stream import Damaged
 from trainctl.readers.tables import NoColumn, read_in_process
-from trainctl.search.input_files import missing_files
+from trainctl.tuning.input_files import missing_files
 
 TEXTS = ["first", "", 'two\nlines, and a "quote"', "Ωmega \U0001f600", "x" * 200_000, "last"] * 3
 

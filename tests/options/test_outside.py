@@ -315,7 +315,7 @@ def test_a_launcher_has_keys_and_checks_of_its_own(trainctl) -> None:
 
 def test_a_launcher_starts_a_run_and_resumes_it(trained: Trained) -> None:
     shown = json.loads(trained.trainctl("launch", *OWN, "--dry-run", "--json").stdout)
-    assert "trainctl.launch.agent" in shown["commands"][0]
+    assert "trainctl.launchers.agent" in shown["commands"][0]
     assert trained.fleets == ("3", "4")
     rows = json.loads(trained.trainctl("runs", "ls", ".", "--json").stdout)["runs"]
     assert len(rows) >= 2 and {row["launcher"] for row in rows} == {"fleet"}

@@ -19,7 +19,7 @@ from trainctl.readers import plain, stream
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import find_files
 from trainctl.readers.stream import Damaged, is_compressed, open_decompressed, uncompressed_name
-from trainctl.search.input_files import missing_files
+from trainctl.tuning.input_files import missing_files
 
 PACKERS = {
     "gz": gzip.compress,

@@ -21,7 +21,7 @@ from trainctl.readers import remote
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import split_files
 from trainctl.readers.remote import RemoteFile, list_url, version_of
-from trainctl.search.input_files import missing_files
+from trainctl.tuning.input_files import missing_files
 
 LINES = "".join(json.dumps({"text": f"text {n} " * 20}) + "\n" for n in range(2000)).encode()
 

@@ -16,7 +16,7 @@ from trainctl.errors import TrainctlError
 from trainctl.readers import remote
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import split_files
-from trainctl.search.input_files import missing_files
+from trainctl.tuning.input_files import missing_files
 
 TEXTS = [f"text {n} " * 20 for n in range(2000)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

@@ -18,7 +18,7 @@ from trainctl.readers import documents
 from trainctl.readers import documents as silence
 from trainctl.readers.documents import Document, Reader, split_documents
 from trainctl.readers.files import find_files, split_files
-from trainctl.search.input_files import missing_files
+from trainctl.tuning.input_files import missing_files
 
 DEEP = "[" * 100_000
 LINES = {

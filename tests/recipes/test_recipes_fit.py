@@ -6,7 +6,7 @@ import pytest
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
-from trainctl.search.assess import assess
+from trainctl.tuning.assess import assess
 
 PEAKS = {
     "sft-8b-lora-1x24g": 18.5,

@@ -14,7 +14,7 @@ from trainctl.config.schema import Accelerator, LauncherConfig, RunConfig
 from trainctl.config.store import load_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.plan.types import Batch, Mesh, RunPlan
+from trainctl.plans.types import Batch, Mesh, RunPlan
 from trainctl.runs import directory
 from trainctl.runs.directory import (
     create_run,

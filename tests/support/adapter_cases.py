@@ -19,7 +19,7 @@ from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
 from trainctl.options.adapter import BaseWeights
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.model import transformers_config

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from trainctl.config.schema import Accelerator, AttentionKind, DataType, ModelConfig
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.rules.resolve import resolve
 
 SHAPE = {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from trainctl.errors import TrainctlError
-from trainctl.launch.interface import LaunchRequest, launch_function
+from trainctl.launchers.interface import LaunchRequest, launch_function
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
 from trainctl.runs.lock import hold
 

@@ -19,7 +19,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 
 from trainctl.config.schema import DataType, OffloadDevice
 from trainctl.data.corpus import Corpus
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 

@@ -15,7 +15,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainctl.config.schema import AttentionKind, ModelConfig
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 STEPS = 6

@@ -8,8 +8,8 @@ import torch
 from tensor_files import write_tensors
 
 from trainctl.config.schema import ModelConfig
-from trainctl.plan.identity import model_description
-from trainctl.plan.mup import multipliers
+from trainctl.plans.identity import model_description
+from trainctl.plans.mup import multipliers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest

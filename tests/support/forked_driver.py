@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-AGENT = ("-P", "-m", "trainctl.launch.agent")
+AGENT = ("-P", "-m", "trainctl.launchers.agent")
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]

@@ -14,7 +14,7 @@ from rank_processes import Case
 from torch import nn
 
 from trainctl.engines.process import Process
-from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.train.evaluation import inference
 from trainctl.train.loop import Trainer
 from trainctl.train.models.model import blocks_of, family_of

@@ -27,7 +27,7 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 

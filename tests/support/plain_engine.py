@@ -21,7 +21,7 @@ from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.protocol import Change, Engine, Job, MakeParameter, States
 from trainctl.engines.shards import ElementRange, Fragment, Pieces
 from trainctl.options.engine import EngineSpec
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.train.loop import Trainer

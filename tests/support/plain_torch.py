@@ -13,7 +13,7 @@ from torch import nn
 
 from trainctl.config.schema import AdaptiveClipping, RunConfig
 from trainctl.data.corpora import load_corpora
-from trainctl.plan.types import Batch
+from trainctl.plans.types import Batch
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import TrainingData
 from trainctl.train.gradients import standard_normal

@@ -17,7 +17,7 @@ import torch
 from rank_processes import Case, train_cases
 
 from trainctl.errors import TrainctlError
-from trainctl.plan.types import Batch
+from trainctl.plans.types import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.loop import Trainer

@@ -24,7 +24,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from trainctl.launch.rank_command import FORK_VARIABLE
+from trainctl.launchers.rank_command import FORK_VARIABLE
 from trainctl.runs.processes import PARENT_VARIABLE, die_with_parent
 
 PRELOADED = (

@@ -23,9 +23,9 @@ from trainctl.data.corpus import Corpus
 from trainctl.data.prepare import prepare
 from trainctl.hardware import Hardware
 from trainctl.options.adapter import low_rank
-from trainctl.plan.derive import is_counted_in_epochs
-from trainctl.plan.trainable import quantized_layers
-from trainctl.plan.types import RunPlan
+from trainctl.plans.derive import is_counted_in_epochs
+from trainctl.plans.trainable import quantized_layers
+from trainctl.plans.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths

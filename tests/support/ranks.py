@@ -19,7 +19,7 @@ from trainctl.config.schema import OffloadDevice
 from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.process import Process, stop_process
 from trainctl.engines.protocol import engine_backend
-from trainctl.plan.types import Batch
+from trainctl.plans.types import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train.loop import Trainer
 from trainctl.train.session import Session, assemble

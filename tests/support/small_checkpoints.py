@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import ModelConfig
-from trainctl.plan.identity import model_description
-from trainctl.plan.mup import multipliers
+from trainctl.plans.identity import model_description
+from trainctl.plans.mup import multipliers
 from trainctl.runs import checkpoints
 from trainctl.runs.attempts import config_of
 from trainctl.runs.layout import RunPaths

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trainctl.config.schema import ModelConfig
 from trainctl.engines.process import Process
 from trainctl.engines.shards import Fragment
-from trainctl.plan.identity import model_description
+from trainctl.plans.identity import model_description
 from trainctl.train.checkpoint.optimizer_state import MASTER
 
 NUMEL = 1000

@@ -15,7 +15,7 @@ from rank_processes import Case
 from trainctl.engines import stopwatch
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.process import Process
-from trainctl.plan.types import Batch
+from trainctl.plans.types import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train.callbacks import stragglers
 from trainctl.train.data import TrainingData

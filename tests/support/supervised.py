@@ -17,7 +17,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, LoggingConfig, RunConfig
 from trainctl.hardware import Hardware
-from trainctl.plan.types import Batch, Mesh, RunPlan
+from trainctl.plans.types import Batch, Mesh, RunPlan
 from trainctl.runs.directory import create_run, run_id
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
@@ -120,7 +120,9 @@ class Launch:
 
     def agent(self) -> int | None:
         pids = [
-            pid for pid, line in carriers(self.identity).items() if "trainctl.launch.agent" in line
+            pid
+            for pid, line in carriers(self.identity).items()
+            if "trainctl.launchers.agent" in line
         ]
         return pids[0] if pids else None
 

@@ -15,10 +15,10 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.keys import convert_value, leaves
 from trainctl.config.schema import HardwareConfig, RunConfig
 from trainctl.hardware import Hardware
-from trainctl.plan.derive import derive_batch, derive_mesh, derive_stages
-from trainctl.plan.types import LayoutPlan
-from trainctl.search.compute import OVERLAP
-from trainctl.search.speed import step_time
+from trainctl.plans.derive import derive_batch, derive_mesh, derive_stages
+from trainctl.plans.types import LayoutPlan
+from trainctl.tuning.compute import OVERLAP
+from trainctl.tuning.speed import step_time
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "data" / "throughput.csv"

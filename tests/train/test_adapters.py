@@ -20,9 +20,9 @@ from trainctl.config.schema import DataType
 from trainctl.data.corpus import Corpus
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import Adapter
-from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.plan.settings import number_formats
-from trainctl.plan.trainable import adapted_layers
+from trainctl.plans.mixture import SINGLE_SOURCE
+from trainctl.plans.settings import number_formats
+from trainctl.plans.trainable import adapted_layers
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest

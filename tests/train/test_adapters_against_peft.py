@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.data.corpora import load_corpora
-from trainctl.plan.trainable import LORA_A, trainable
+from trainctl.plans.trainable import LORA_A, trainable
 from trainctl.runs.layout import RunPaths
 from trainctl.train.adapters.layers import initial_adapter
 from trainctl.train.data import TrainingData

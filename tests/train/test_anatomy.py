@@ -15,7 +15,7 @@ from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.models.anatomy import Role, parse_anatomy
 from trainctl.options.model import families
-from trainctl.plan import flops, shapes
+from trainctl.plans import flops, shapes
 from trainctl.train.models.anatomy import anatomy, anatomy_of_built
 from trainctl.train.models.model import failure_hint, skeleton
 from trainctl.train.models.weights import SkipInit

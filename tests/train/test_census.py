@@ -18,7 +18,7 @@ from trainctl.memory.phases import resident_components
 from trainctl.memory.rank import Components, head_input_bytes, rank_memory
 from trainctl.memory.stages import pipeline_stages
 from trainctl.options.adapter import BaseWeights
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 BF16 = PrecisionConfig()

@@ -24,8 +24,8 @@ from trainctl.readers.conversations import (
     as_text,
     conversation_of,
 )
-from trainctl.search.input_files import missing_files
 from trainctl.train.data import PackedDataset
+from trainctl.tuning.input_files import missing_files
 
 LENGTH = 96
 SHAPES = {

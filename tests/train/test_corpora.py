@@ -30,7 +30,7 @@ from trainctl.data.sample_contents import read_samples
 from trainctl.data.source_lengths import preview_data_plan
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.resume import compare_with_checkpoint
+from trainctl.launchers.resume import compare_with_checkpoint
 from trainctl.runs.checkpoints import CheckpointInfo
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
@@ -147,7 +147,7 @@ def test_the_past_of_a_run_is_kept_and_what_is_to_come_may_be_another(texts, tmp
     plan = tiny_plan(mixed(texts, "code", "prose", stages=stages), 1)
     run, path = run_of(tmp_path / "run", plan, 3 * 8, 3)
     found = json.loads((path / "manifest.json").read_text())
-    monkeypatch.setattr("trainctl.launch.resume.read_manifest", lambda _: found)
+    monkeypatch.setattr("trainctl.launchers.resume.read_manifest", lambda _: found)
     checkpoint = CheckpointInfo(step=3, path=path, size_bytes=0, metrics={}, attempt=1)
 
     def resume(*names, stages=stages, **changes):
@@ -176,7 +176,7 @@ def test_a_stage_begins_where_the_plan_says_or_the_resume_is_refused(texts, tmp_
     config = mixed(texts, "code", "prose", stages=stages)
     run, path = run_of(tmp_path / "run", tiny_plan(config, 1), 2 * 8, 2)
     found = json.loads((path / "manifest.json").read_text())
-    monkeypatch.setattr("trainctl.launch.resume.read_manifest", lambda _: found)
+    monkeypatch.setattr("trainctl.launchers.resume.read_manifest", lambda _: found)
     checkpoint = CheckpointInfo(step=2, path=path, size_bytes=0, metrics={}, attempt=1)
 
     def resume(**training):
@@ -197,7 +197,7 @@ def test_another_packing_is_no_way_to_go_on(texts, tmp_path, monkeypatch):
     config = mixed(texts, "code", "prose")
     run, path = run_of(tmp_path / "run", tiny_plan(config, 1), 2 * 8, 2)
     found = json.loads((path / "manifest.json").read_text())
-    monkeypatch.setattr("trainctl.launch.resume.read_manifest", lambda _: found)
+    monkeypatch.setattr("trainctl.launchers.resume.read_manifest", lambda _: found)
     checkpoint = CheckpointInfo(step=2, path=path, size_bytes=0, metrics={}, attempt=1)
     changed = replace(config, data=replace(config.data, packing=Packing.best_fit))
     with pytest.raises(TrainctlError, match=r"packing is best_fit, and it was stream"):

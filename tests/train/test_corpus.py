@@ -24,7 +24,7 @@ from trainctl.data.corpus import Corpus, build_corpus, build_users_corpus
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import document_identity
-from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.readers.files import split_files
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths

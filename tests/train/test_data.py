@@ -9,8 +9,8 @@ from plain_order import sample_indices
 from trainctl.data.corpus import Corpus, Split
 from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.engines.micro_batch import IGNORED_LABEL
-from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.plan.types import Batch
+from trainctl.plans.mixture import SINGLE_SOURCE
+from trainctl.plans.types import Batch
 from trainctl.train.data import PackedDataset, TrainingData
 
 END = 256

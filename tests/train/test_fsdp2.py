@@ -13,7 +13,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import new_section
 from trainctl.data.prepare import prepare
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events

@@ -10,7 +10,7 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from trainctl.config.registry import function_of
 from trainctl.memory.engine import read_engine
 from trainctl.memory.stages import pipeline_stages
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from trainctl.config.registry import new_section
 from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.stages import pipeline_stages
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 BLOCK_TENSOR = 352 * 128

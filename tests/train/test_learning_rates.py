@@ -11,7 +11,7 @@ from trainctl.cli.record_lines import event_lines
 from trainctl.config.registry import list_kinds
 from trainctl.config.schema import LrScaling, OnBadLoss
 from trainctl.options.schedule.wsd import DecayShape
-from trainctl.plan.schedule import Curve
+from trainctl.plans.schedule import Curve
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import verify

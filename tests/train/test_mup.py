@@ -18,7 +18,7 @@ from trainctl.config.schema import (
 from trainctl.data.corpus import Corpus
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.model import families
-from trainctl.plan.mup import check_multipliers, multipliers
+from trainctl.plans.mup import check_multipliers, multipliers
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events

@@ -13,7 +13,7 @@ from trainctl.config.schema import Accelerator, DataType, PrecisionConfig
 from trainctl.engines.deepspeed.engine import DeepSpeedLossScale, stop_at_smallest
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.plan.schedule import Curve
+from trainctl.plans.schedule import Curve
 from trainctl.rules.resolve import resolve
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths

@@ -27,7 +27,7 @@ from trainctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.options.objective.dpo import PreferenceLoss
-from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.readers.conversations import as_text, pair_of
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events

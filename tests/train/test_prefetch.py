@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainctl.plan.mixture import DataStage, StagedBatches
-from trainctl.plan.types import Batch, Batches, BatchPhase
+from trainctl.plans.mixture import DataStage, StagedBatches
+from trainctl.plans.types import Batch, Batches, BatchPhase
 from trainctl.train.data import PREFETCH_STEPS, BatchPrefetcher
 
 STOP = 12

@@ -23,8 +23,8 @@ from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.engines.shards import Shard, read_shard
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import persistent_buffers
-from trainctl.plan.identity import model_description
-from trainctl.plan.optimizers import parameter_groups as plan_groups
+from trainctl.plans.identity import model_description
+from trainctl.plans.optimizers import parameter_groups as plan_groups
 from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train.checkpoint.export import export
 from trainctl.train.models.anatomy import anatomy

@@ -19,8 +19,8 @@ from trainctl.config.registry import new_section
 from trainctl.data.corpora import load_corpora
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import BaseWeights
-from trainctl.plan.trainable import BLOCK, LORA_A, LinearLayer, packed_size
-from trainctl.plan.types import RunPlan
+from trainctl.plans.trainable import BLOCK, LORA_A, LinearLayer, packed_size
+from trainctl.plans.types import RunPlan
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest

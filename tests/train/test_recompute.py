@@ -17,10 +17,10 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
-from trainctl.search.speed import with_values
 from trainctl.train.models.model import blocks, materialise, skeleton
 from trainctl.train.models.recompute import SAVED_OPERATIONS, wrap_blocks
 from trainctl.train.models.weights import SeedWeights
+from trainctl.tuning.speed import with_values
 
 FAMILIES = ["llama", "mistral", "qwen3", "gpt2"]
 LAYERS = 4

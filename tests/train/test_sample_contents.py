@@ -18,7 +18,7 @@ from trainctl.data.sample_contents import (
 )
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
-from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.runs.layout import RunPaths
 
 LENGTH = 64

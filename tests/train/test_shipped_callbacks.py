@@ -14,7 +14,7 @@ from torch import nn
 
 from trainctl.config.schema import RunConfig
 from trainctl.data.corpora import load_corpora
-from trainctl.plan.types import Batch
+from trainctl.plans.types import Batch
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.checkpoint.content import Checkpoint

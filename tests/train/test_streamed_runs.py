@@ -20,7 +20,7 @@ from trainctl.data.prepare import prepare
 from trainctl.data.streaming.corpora import upload_corpus
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.rules.plan import data as rules
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import TrainingData, held_out_data

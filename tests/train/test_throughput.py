@@ -14,8 +14,8 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.schema import Accelerator, DataType
 from trainctl.memory.budget import budget
-from trainctl.plan.flops import flops_per_token
-from trainctl.plan.types import RunPlan
+from trainctl.plans.flops import flops_per_token
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.callbacks.steps import Throughput, host_bytes_in_device_peak, peak_memory

@@ -27,8 +27,8 @@ from trainctl.data.token_arrays import Joined, Span
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.tokens import IdType
-from trainctl.search.input_files import missing_files
 from trainctl.train.data import PackedDataset
+from trainctl.tuning.input_files import missing_files
 
 END = 256
 DOCUMENTS = [[*f"document {n} ".encode() * (n % 7 + 1), END] for n in range(400)]

@@ -18,7 +18,7 @@ from trainctl.cli.console import (
     size_text,
 )
 from trainctl.errors import ExitCode
-from trainctl.launch.stop import save_now
+from trainctl.launchers.stop import save_now
 from trainctl.runs.checkpoint_selection import describe_checkpoints, require_another, select
 from trainctl.runs.checkpoint_selection import verify as problems_of
 from trainctl.runs.checkpoints import clean_temporary, delete

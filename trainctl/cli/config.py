@@ -25,21 +25,21 @@ from trainctl.config.json_file import read_json
 from trainctl.config.json_schema import option_schema, recipe_schema
 from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
-from trainctl.launch.planning import compose_target, plan
+from trainctl.launchers.planning import compose_target, plan
 from trainctl.rules.deepspeed.case import JsonContext
 from trainctl.rules.deepspeed_schema import deepspeed_schema
 from trainctl.rules.registry import check_file
-from trainctl.search.config_diff import (
+from trainctl.tuning.config_diff import (
     ComparedConfig,
     Difference,
     compare,
     json_config,
     planned_config,
 )
-from trainctl.search.import_json import Imported, world_size_of
-from trainctl.search.import_json import import_json as imported_from
-from trainctl.search.recipes import import_recipe
-from trainctl.search.value_explanation import explain, unknown_key_error
+from trainctl.tuning.import_json import Imported, world_size_of
+from trainctl.tuning.import_json import import_json as imported_from
+from trainctl.tuning.recipes import import_recipe
+from trainctl.tuning.value_explanation import explain, unknown_key_error
 
 SIDE = "A recipe, a run directory (or one of its attempts/N), or a file of DeepSpeed's JSON."
 

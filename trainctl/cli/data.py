@@ -22,9 +22,9 @@ from trainctl.cli.console import (
 from trainctl.config.compose import Composed
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
-from trainctl.launch.planning import compose_target
-from trainctl.launch.text_preparation import check_text_settings, corpora_before_run
-from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.launchers.planning import compose_target
+from trainctl.launchers.text_preparation import check_text_settings, corpora_before_run
+from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.runs.attempts import effective_attempt, find_attempt
 from trainctl.runs.directory import open_run, read_plan
 from trainctl.runs.layout import RunPaths

@@ -11,8 +11,8 @@ from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_ta
 from trainctl.cli.console import print_data, print_json, show_findings
 from trainctl.cli.record_lines import bad_text_lines
 from trainctl.errors import TrainctlError
-from trainctl.launch.planning import compose_target
-from trainctl.launch.text_preparation import (
+from trainctl.launchers.planning import compose_target
+from trainctl.launchers.text_preparation import (
     PreparedText,
     check_text_settings,
     prepare_share,

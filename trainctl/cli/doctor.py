@@ -13,7 +13,7 @@ from trainctl.engines.patch_checks import check_definitions, list_uses
 from trainctl.errors import ExitCode
 from trainctl.hardware import resolve_hardware
 from trainctl.hardware.health import CheckResult, examine_machine
-from trainctl.launch.planning import compose_target, name_sources
+from trainctl.launchers.planning import compose_target, name_sources
 
 
 def doctor(

@@ -18,8 +18,8 @@ from trainctl.cli.plan_view import (
     show_suggestions,
 )
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.measure import MeasuringStopped, measure
-from trainctl.launch.planning import Planned, PlannedPoint, plan_points
+from trainctl.launchers.measure import MeasuringStopped, measure
+from trainctl.launchers.planning import Planned, PlannedPoint, plan_points
 from trainctl.memory.traced import compare_with_closed_form
 
 FITS = {True: "fits", False: "does not fit", None: "too close to tell"}

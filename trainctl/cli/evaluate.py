@@ -20,8 +20,8 @@ from trainctl.cli.arguments import (
 )
 from trainctl.cli.console import Meter, print_data, print_json, print_table, print_warning
 from trainctl.errors import TrainctlError
-from trainctl.launch import offline
-from trainctl.launch.offline import TaskSettings, WeightsChoice
+from trainctl.launchers import offline
+from trainctl.launchers.offline import TaskSettings, WeightsChoice
 from trainctl.runs.directory import open_or_newest
 from trainctl.runs.records import number
 

@@ -20,8 +20,8 @@ from trainctl.cli.console import (
 )
 from trainctl.config.quantities import in_unit
 from trainctl.errors import TrainctlError
-from trainctl.launch import offline
-from trainctl.launch.offline import WeightsChoice
+from trainctl.launchers import offline
+from trainctl.launchers.offline import WeightsChoice
 from trainctl.runs.directory import open_run
 
 

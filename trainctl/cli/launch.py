@@ -48,7 +48,7 @@ from trainctl.config.compose import Composed, recompose
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import ignored_trainer_settings, with_script_arguments
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.interface import (
+from trainctl.launchers.interface import (
     AttemptRequest,
     LaunchRequest,
     Outcome,
@@ -57,17 +57,17 @@ from trainctl.launch.interface import (
     launch_function,
     render,
 )
-from trainctl.launch.local import require_space
-from trainctl.launch.planning import Planned, checkpoint_bytes, compose, machine_findings, plan
-from trainctl.launch.processes import start_in_background
-from trainctl.launch.resume import (
+from trainctl.launchers.local import require_space
+from trainctl.launchers.planning import Planned, checkpoint_bytes, compose, machine_findings, plan
+from trainctl.launchers.processes import start_in_background
+from trainctl.launchers.resume import (
     PlannedResume,
     check_same_model,
     compare_with_checkpoint,
     plan_resume,
     why_done,
 )
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import changes_text, effective_attempt, ignored_config_findings
 from trainctl.runs.checkpoints import CheckpointInfo, archive_later_checkpoints
 from trainctl.runs.command import command_record

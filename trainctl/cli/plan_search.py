@@ -22,12 +22,12 @@ from trainctl.config.compose import Composed, compose
 from trainctl.config.overrides import ALIASES
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
-from trainctl.launch.planning import name_sources, read_factory
+from trainctl.launchers.planning import name_sources, read_factory
 from trainctl.memory.constants import GIB
-from trainctl.search.compute import device_rates
-from trainctl.search.recipes import check_recipe_file, plan_recipe
-from trainctl.search.search import FoundPlan, Rejected, Search, search
-from trainctl.search.speed import StepTime, overrides
+from trainctl.tuning.compute import device_rates
+from trainctl.tuning.recipes import check_recipe_file, plan_recipe
+from trainctl.tuning.search import FoundPlan, Rejected, Search, search
+from trainctl.tuning.speed import StepTime, overrides
 
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Plans to show.")]
 Write = Annotated[

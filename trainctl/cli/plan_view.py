@@ -13,13 +13,13 @@ from trainctl.config.user_code import function_keys
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.options.tokenizer import tokenizer_facts
-from trainctl.plan.deepspeed import flatten
-from trainctl.plan.mixture import sources_of
-from trainctl.plan.optimizers import parameter_groups
-from trainctl.plan.shapes import count_parameters
-from trainctl.plan.trainable import is_partial, trainable
-from trainctl.plan.types import RunPlan
-from trainctl.search.suggest import Suggestion, suggest_fitting, suggest_for_slack
+from trainctl.plans.deepspeed import flatten
+from trainctl.plans.mixture import sources_of
+from trainctl.plans.optimizers import parameter_groups
+from trainctl.plans.shapes import count_parameters
+from trainctl.plans.trainable import is_partial, trainable
+from trainctl.plans.types import RunPlan
+from trainctl.tuning.suggest import Suggestion, suggest_fitting, suggest_for_slack
 
 if TYPE_CHECKING:
     from trainctl.config.schema import DataConfig

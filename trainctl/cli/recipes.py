@@ -10,7 +10,7 @@ from trainctl.cli.console import print_json, print_table
 from trainctl.config.catalog import RecipeInfo
 from trainctl.config.catalog import list_recipes as find_recipes
 from trainctl.errors import TrainctlError
-from trainctl.launch.planning import can_launch, compose, plan
+from trainctl.launchers.planning import can_launch, compose, plan
 from trainctl.runs.directory import DEFAULT_ROOT
 
 VERDICTS = {True: "yes", False: "no", None: "perhaps"}

@@ -24,7 +24,7 @@ from trainctl.cli.progress import PLAIN_TERMINALS, Progress
 from trainctl.cli.record_lines import record_lines
 from trainctl.config.registry import load_spec
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.stop import ask_to_stop, wait_for_end
+from trainctl.launchers.stop import ask_to_stop, wait_for_end
 from trainctl.monitor.loggers.delivery import ALERTS, read_cursor, send
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoint_selection import require_no_checkpoint

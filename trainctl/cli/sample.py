@@ -17,8 +17,8 @@ from trainctl.cli.arguments import (
     WhichWeights,
 )
 from trainctl.cli.console import Meter, print_data, print_json, print_warning, to_printable
-from trainctl.launch import offline
-from trainctl.launch.offline import WeightsChoice
+from trainctl.launchers import offline
+from trainctl.launchers.offline import WeightsChoice
 from trainctl.runs.directory import open_run
 
 

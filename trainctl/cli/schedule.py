@@ -17,12 +17,12 @@ from trainctl.cli.arguments import (
 )
 from trainctl.cli.console import print_data, print_json, print_message, show_findings
 from trainctl.config.codec import to_plain
-from trainctl.launch.planning import compose_target
-from trainctl.launch.planning import plan as make_plan
+from trainctl.launchers.planning import compose_target
+from trainctl.launchers.planning import plan as make_plan
 from trainctl.monitor.report.charts import CurvePoint, points_of, schedule_chart, title_of
 from trainctl.options.schedule import WithPatience
-from trainctl.plan.schedule import Curve
-from trainctl.plan.types import RunPlan
+from trainctl.plans.schedule import Curve
+from trainctl.plans.types import RunPlan
 
 ROWS = 18
 """Height of the chart in the terminal."""

@@ -17,7 +17,7 @@ from trainctl.cli.console import (
 )
 from trainctl.config.overrides import expand_sweep
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launch.sweep import (
+from trainctl.launchers.sweep import (
     QueueStopped,
     Started,
     make_attempts,
@@ -27,7 +27,7 @@ from trainctl.launch.sweep import (
     run_queue,
     submit_sweep,
 )
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold
 from trainctl.runs.sweeps import (

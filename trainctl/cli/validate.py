@@ -17,7 +17,7 @@ from trainctl.cli.console import (
 )
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
-from trainctl.launch.planning import compose, compose_target, plan
+from trainctl.launchers.planning import compose, compose_target, plan
 from trainctl.rules.registry import check_file, json_context
 
 DeepSpeedFile = Annotated[

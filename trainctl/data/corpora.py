@@ -23,7 +23,7 @@ from trainctl.data.streaming.corpora import with_streams
 from trainctl.data.tasks import PreparationProgress, Progress, ignore_progress
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
+from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.check import with_source_keys
 from trainctl.readers.remote import Notify
 from trainctl.runs.files import write_json

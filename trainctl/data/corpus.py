@@ -41,7 +41,7 @@ from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask
 from trainctl.data.user_functions import in_words, load, make_importable
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import document_identity, spec_of
-from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
+from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.documents import BadText, Reader, is_one_document, split_documents
 from trainctl.readers.files import TextFiles, digest_of, split_files
 from trainctl.readers.quality import has_quality_rules

@@ -28,7 +28,7 @@ from trainctl.data.permutation import Words, key_of, mix
 from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.errors import TrainctlError
-from trainctl.plan.mixture import sources_of
+from trainctl.plans.mixture import sources_of
 
 SENTINELS = 3
 _RANDOM = 4

@@ -11,7 +11,7 @@ from functools import partial
 from trainctl.config.schema import RunConfig, SourceConfig
 from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.errors import Finding, Severity
-from trainctl.plan.mixture import (
+from trainctl.plans.mixture import (
     DataStage,
     samples_in,
     shares_of_quotas,
@@ -19,7 +19,7 @@ from trainctl.plan.mixture import (
     stages_of_plan,
     token_quota,
 )
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 
 ROUNDING = 1e-3
 """Relative tolerance on a source's epochs: rounding weights to a period may add this much."""

@@ -36,7 +36,7 @@ from trainctl.data.source_sampler import (
     epoch_and_index,
     source_key,
 )
-from trainctl.plan.mixture import samples_in
+from trainctl.plans.mixture import samples_in
 
 _RANK_ORDER = -2
 """Value hashed in place of a source's name for the permutation of a batch over the ranks."""

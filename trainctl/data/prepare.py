@@ -23,9 +23,9 @@ from trainctl.data.streaming.corpora import check_shard_caches
 from trainctl.data.tasks import PreparationProgress
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.derive import is_counted_in_epochs
-from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
-from trainctl.plan.types import RunPlan
+from trainctl.plans.derive import is_counted_in_epochs
+from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
+from trainctl.plans.types import RunPlan
 from trainctl.readers.remote import Notify, print_notice
 from trainctl.runs.layout import RunPaths
 

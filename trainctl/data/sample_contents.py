@@ -25,8 +25,8 @@ from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
-from trainctl.plan.mixture import sources_of, stages_of_plan
-from trainctl.plan.types import RunPlan
+from trainctl.plans.mixture import sources_of, stages_of_plan
+from trainctl.plans.types import RunPlan
 from trainctl.readers.documents import Reader, split_documents
 from trainctl.readers.files import TextFiles, split_files
 from trainctl.readers.remote import File, is_url

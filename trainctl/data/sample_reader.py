@@ -10,7 +10,7 @@ import numpy.typing as npt
 from trainctl.data.corpus import Corpus, Split
 from trainctl.data.infilling import Infilling
 from trainctl.data.packing import Bins
-from trainctl.plan.mixture import samples_in
+from trainctl.plans.mixture import samples_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from trainctl.config.compose import Composed
 from trainctl.config.layers import Layer
 from trainctl.config.schema import DataConfig, RunConfig
 from trainctl.errors import Finding, TrainctlError
-from trainctl.plan.derive import is_counted_in_epochs
-from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
-from trainctl.plan.types import RunPlan
+from trainctl.plans.derive import is_counted_in_epochs
+from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
+from trainctl.plans.types import RunPlan
 from trainctl.readers.check import check_text
 from trainctl.readers.files import binary_format, split_files
 from trainctl.readers.remote import File

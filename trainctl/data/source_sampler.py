@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.permutation import Integers, Words, key_of, mix, permute, unpermute
-from trainctl.plan.mixture import samples_in
+from trainctl.plans.mixture import samples_in
 
 SHARD_TOKENS = 1 << 26
 """Tokens of a shard, which is fetched and shuffled as one piece."""

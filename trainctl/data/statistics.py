@@ -14,7 +14,7 @@ from trainctl.data.corpora import cached_corpora
 from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mixture import sources_of
+from trainctl.plans.mixture import sources_of
 
 PERCENTILES = (10, 50, 90, 99)
 SAMPLED = 256

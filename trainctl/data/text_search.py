@@ -14,8 +14,8 @@ from trainctl.data.order import SampleOrder
 from trainctl.data.packing import load_bins, packed_token_count
 from trainctl.data.sample_contents import training_text
 from trainctl.data.tokenizer import Tokenizer
-from trainctl.plan.mixture import sources_of
-from trainctl.plan.types import RunPlan
+from trainctl.plans.mixture import sources_of
+from trainctl.plans.types import RunPlan
 from trainctl.runs.records import Event
 
 AROUND = 60

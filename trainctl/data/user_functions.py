@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from trainctl.errors import ExitCode, TrainctlError, describe_exception
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
 PACKAGE = Path(__file__).resolve().parents[1]

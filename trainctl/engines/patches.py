@@ -35,7 +35,7 @@ from trainctl.options.data import spec_of
 from trainctl.options.engine import engine_of, fsdp2
 from trainctl.options.optimizer import adamw_8bit
 from trainctl.options.precision import loss_scaling
-from trainctl.plan.mixture import sources_of
+from trainctl.plans.mixture import sources_of
 
 
 @dataclass(frozen=True, slots=True)

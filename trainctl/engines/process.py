@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainctl.errors import TrainctlError
-from trainctl.plan.types import Mesh
+from trainctl.plans.types import Mesh
 from trainctl.runs.processes import STORE_VARIABLE
 
 

@@ -30,7 +30,7 @@ from trainctl.engines.shards import (
 )
 from trainctl.engines.stopwatch import Stopwatch
 from trainctl.options.objective import objective_of
-from trainctl.plan.types import Batch, RunPlan
+from trainctl.plans.types import Batch, RunPlan
 from trainctl.runs.layout import RunPaths
 
 

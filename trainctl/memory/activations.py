@@ -28,8 +28,8 @@ from trainctl.options.activation_checkpointing import (
 )
 from trainctl.options.model import Family, Norm, Region, spec_of
 from trainctl.options.precision import precision_of
-from trainctl.plan import shapes
-from trainctl.plan.types import LayoutPlan
+from trainctl.plans import shapes
+from trainctl.plans.types import LayoutPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,8 @@ from trainctl.memory.rank import Components, fullest_phase
 from trainctl.memory.stages import Stage, pipeline_stages, stages_from_anatomy
 from trainctl.memory.traced import TracedModel, block_on_tensor_rank
 from trainctl.options.precision import precision_of
-from trainctl.plan.mixture import largest_batches
-from trainctl.plan.types import Batch, LayoutPlan, Mesh, RunPlan
+from trainctl.plans.mixture import largest_batches
+from trainctl.plans.types import Batch, LayoutPlan, Mesh, RunPlan
 
 BUDGET_SCHEMA = 1
 """Version of the JSON form."""

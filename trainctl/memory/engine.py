@@ -22,10 +22,10 @@ from trainctl.memory.constants import BYTES
 from trainctl.memory.stages import Piece, Stage
 from trainctl.options.model import spec_of as model_of
 from trainctl.options.optimizer import FOREACH, KERNEL, PLAIN, Maker, Update, spec_of
-from trainctl.plan import optimizers, shapes
-from trainctl.plan.optimizers import is_fused, optimizer_maker
-from trainctl.plan.settings import number_formats
-from trainctl.plan.types import LayoutPlan
+from trainctl.plans import optimizers, shapes
+from trainctl.plans.optimizers import is_fused, optimizer_maker
+from trainctl.plans.settings import number_formats
+from trainctl.plans.types import LayoutPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from trainctl.memory.host import pinned_bytes
 from trainctl.memory.rank import Components, RankMemory, head_input_bytes, logits_bytes, rank_memory
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import Update
-from trainctl.plan.types import LayoutPlan
+from trainctl.plans.types import LayoutPlan
 
 FP32 = 4
 

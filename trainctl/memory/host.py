@@ -16,8 +16,8 @@ from trainctl.memory.engine import EngineMemory
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.stages import Stage, pipeline_stages
 from trainctl.options.activation_checkpointing import recomputing_section
-from trainctl.plan.schedule import Curve
-from trainctl.plan.types import LayoutPlan, RunPlan
+from trainctl.plans.schedule import Curve
+from trainctl.plans.types import LayoutPlan, RunPlan
 
 FP32 = 4
 

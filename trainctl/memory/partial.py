@@ -17,9 +17,9 @@ from trainctl.memory.stages import Piece, Stage, elements_per_rank
 from trainctl.options.adapter import low_rank
 from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import spec_of
-from trainctl.plan import shapes
-from trainctl.plan.shapes import TensorShape
-from trainctl.plan.trainable import (
+from trainctl.plans import shapes
+from trainctl.plans.shapes import TensorShape
+from trainctl.plans.trainable import (
     Trainable,
     block_numbers,
     is_partial,

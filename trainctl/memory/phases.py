@@ -26,7 +26,7 @@ from trainctl.memory.rank import (
 from trainctl.memory.stages import Stage
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of
-from trainctl.plan.types import LayoutPlan
+from trainctl.plans.types import LayoutPlan
 
 FP32 = 4
 

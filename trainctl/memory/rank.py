@@ -17,7 +17,7 @@ from trainctl.memory.constants import FUSED_HEAD_GRADIENT_BYTES, LOGIT_BYTES, Lo
 from trainctl.memory.engine import EngineMemory, Group
 from trainctl.memory.stages import Stage
 from trainctl.options.activation_checkpointing import recomputing_section
-from trainctl.plan.types import LayoutPlan
+from trainctl.plans.types import LayoutPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from trainctl.config.schema import ModelConfig
 from trainctl.memory.activations import BlockActivations, TrainableBlock
 from trainctl.models.anatomy import Anatomy, Parameter, Role
-from trainctl.plan import shapes
-from trainctl.plan.shapes import TensorShape
+from trainctl.plans import shapes
+from trainctl.plans.shapes import TensorShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from trainctl.config.schema import RunConfig
 from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
 from trainctl.models.anatomy import Anatomy, parse_anatomy
 from trainctl.models.tracing import known_trace, trace_in_child
-from trainctl.plan.shapes import count_parameters
-from trainctl.plan.types import LayoutPlan
+from trainctl.plans.shapes import count_parameters
+from trainctl.plans.types import LayoutPlan
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
 ATTENTION = ("attn", "attention")

@@ -3,7 +3,7 @@
 A key that is derived from a config key is set by the config key. A key that the trainer relies on
 belongs to the trainer, but a user's own program may set it. Some of the other keys change neither
 loss nor gradient norm, as `tests/train/test_passed_keys_on_ranks.py` shows with real runs; nothing
-reads the rest. `tests/plan/test_passed_keys.py` verifies that every key of the schema is in one of
+reads the rest. `tests/plans/test_passed_keys.py` verifies that every key of the schema is in one of
 these tables.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 from trainctl.config.derived import Derived
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
-from trainctl.plan.deepspeed import BATCH_KEYS, nest_settings
-from trainctl.plan.deepspeed_table import (
+from trainctl.plans.deepspeed import BATCH_KEYS, nest_settings
+from trainctl.plans.deepspeed_table import (
     PARAMETERS,
     SOURCES,
     STATES,
@@ -27,7 +27,7 @@ from trainctl.plan.deepspeed_table import (
     Modes,
     config_value,
 )
-from trainctl.plan.types import Mesh
+from trainctl.plans.types import Mesh
 from trainctl.rules.deepspeed.case import Case, JsonContext, Names, command_line_text
 from trainctl.rules.deepspeed_schema import Schema, load
 

@@ -11,8 +11,8 @@ from trainctl.config.sections import callbacks_of
 from trainctl.errors import Finding
 from trainctl.hardware import Hardware
 from trainctl.options.engine import engine_of
-from trainctl.plan.deepspeed import nest_settings, user_settings
-from trainctl.plan.derive import (
+from trainctl.plans.deepspeed import nest_settings, user_settings
+from trainctl.plans.derive import (
     derive_batch,
     derive_mesh,
     derive_ramp,
@@ -24,12 +24,12 @@ from trainctl.plan.derive import (
     derive_warmup_steps,
     uncounted_steps,
 )
-from trainctl.plan.mup import derived_settings as mup_reasons
-from trainctl.plan.optimizers import implementation_reasons as optimizer_reasons
-from trainctl.plan.optimizers import learning_rate_reasons, lr_scale
-from trainctl.plan.settings import expert_reasons, number_formats, recomputed_blocks
-from trainctl.plan.trainable import parameter_count_reasons as trainable_reasons
-from trainctl.plan.types import RunPlan
+from trainctl.plans.mup import derived_settings as mup_reasons
+from trainctl.plans.optimizers import implementation_reasons as optimizer_reasons
+from trainctl.plans.optimizers import learning_rate_reasons, lr_scale
+from trainctl.plans.settings import expert_reasons, number_formats, recomputed_blocks
+from trainctl.plans.trainable import parameter_count_reasons as trainable_reasons
+from trainctl.plans.types import RunPlan
 from trainctl.rules.deepspeed.case import Case
 from trainctl.rules.passed_keys import PlanNames, keys_overlap, plan_json_case
 from trainctl.rules.plan.draft import Draft

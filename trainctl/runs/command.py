@@ -105,7 +105,7 @@ def main() -> None:
     if started.is_users:
         command = tuple(resolve_words(command, os.environ))
     if BENCHMARK_VARIABLE in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
-        command = (sys.executable, "-P", "-m", "trainctl.launch.agent.benchmark", *command)
+        command = (sys.executable, "-P", "-m", "trainctl.launchers.agent.benchmark", *command)
     try:
         os.execvp(command[0], command)
     except OSError as error:

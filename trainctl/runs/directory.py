@@ -18,7 +18,7 @@ from trainctl.config.reading import read_json
 from trainctl.config.schema import RunConfig
 from trainctl.config.store import dump_config
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs import provenance
 from trainctl.runs.files import (
     ensure_folder,

@@ -2,7 +2,7 @@
 
 With `--fork` the process is the fork server of a node's ranks, and each fork goes on as a rank. The
 server computes nothing, joins no process group and starts no thread of its own, so a fork inherits
-only what imports leave behind. `trainctl.launch.agent.ranks` starts it.
+only what imports leave behind. `trainctl.launchers.agent.ranks` starts it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainctl.runs.processes import die_with_parent, gc_disabled
 from trainctl.runs.status import Heartbeat
 
 if TYPE_CHECKING:
-    from trainctl.plan.types import RunPlan
+    from trainctl.plans.types import RunPlan
 
 _POLL_SECONDS = 0.001
 

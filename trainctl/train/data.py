@@ -22,8 +22,8 @@ from trainctl.data.sample_reader import SampleBatch, SampleReader
 from trainctl.data.streaming.corpora import Stream, StreamedCorpus
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
 from trainctl.options.data import spec_of
-from trainctl.plan.mixture import StagedBatches, sources_of, stages_of_plan
-from trainctl.plan.types import Batch, RunPlan
+from trainctl.plans.mixture import StagedBatches, sources_of, stages_of_plan
+from trainctl.plans.types import Batch, RunPlan
 
 
 class PackedDataset:

@@ -22,7 +22,7 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.models.tokenizer_files import end_ids
 from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.preferences import PreferencesConfig
-from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
+from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.train.data import PackedDataset
 
 Score = Callable[[MicroBatch], tuple[float, ...]]

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainctl.options.schedule import WithPatience
-from trainctl.plan.schedule import Curve
-from trainctl.plan.types import RunPlan
+from trainctl.plans.schedule import Curve
+from trainctl.plans.types import RunPlan
 
 
 class LearningRate:

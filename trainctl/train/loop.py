@@ -15,8 +15,8 @@ from trainctl.engines.process import nondeterminism_error, stop_process
 from trainctl.engines.protocol import engine_backend
 from trainctl.engines.stopwatch import PhaseMemory
 from trainctl.errors import TrainctlError
-from trainctl.plan.mixture import StagedBatches, stages_of_plan
-from trainctl.plan.types import RunPlan
+from trainctl.plans.mixture import StagedBatches, stages_of_plan
+from trainctl.plans.types import RunPlan
 from trainctl.readers.remote import print_notice
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import gc_disabled

@@ -25,7 +25,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.processes import die_with_parent
 
 if TYPE_CHECKING:
-    from trainctl.plan.types import RunPlan
+    from trainctl.plans.types import RunPlan
     from trainctl.runs.layout import RunPaths
 
 Progress = Callable[[str, int, int], None]
@@ -255,7 +255,7 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
 
 
 def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    from trainctl.plan.settings import number_formats
+    from trainctl.plans.settings import number_formats
     from trainctl.train.adapters.export import export_adapter
     from trainctl.train.checkpoint.export import SHARD_BYTES, export
     from trainctl.train.models.model import TORCH_TYPES
@@ -288,7 +288,7 @@ def _evaluate_tasks(
     plan: RunPlan, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     from trainctl.options.tokenizer import spec_of
-    from trainctl.plan.settings import number_formats
+    from trainctl.plans.settings import number_formats
     from trainctl.runs.manifest import read_manifest
     from trainctl.train.checkpoint.export import export
     from trainctl.train.evaluation import first_source

@@ -22,11 +22,11 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.hf_weights import Buffer, persistent_buffers, remaining_buffers
 from trainctl.options.adapter import low_rank
 from trainctl.options.precision import precision_of
-from trainctl.plan.identity import check_trainable
-from trainctl.plan.mixture import SINGLE_SOURCE
-from trainctl.plan.settings import number_formats
-from trainctl.plan.trainable import is_partial
-from trainctl.plan.types import RunPlan
+from trainctl.plans.identity import check_trainable
+from trainctl.plans.mixture import SINGLE_SOURCE
+from trainctl.plans.settings import number_formats
+from trainctl.plans.trainable import is_partial
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train.adapters.layers import apply_adapter, initial_adapter
 from trainctl.train.adapters.quantized import dequantized_source, quantize, quantized_source

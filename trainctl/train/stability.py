@@ -21,7 +21,7 @@ from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
 from trainctl.options.precision import precision_of
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import number, steps_from_end

@@ -17,8 +17,8 @@ from trainctl.config.schema import OnBadLoss
 from trainctl.data.sample_contents import common_document, read_samples
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.mixture import StagedBatches, stages_of_plan
-from trainctl.plan.types import Batch
+from trainctl.plans.mixture import StagedBatches, stages_of_plan
+from trainctl.plans.types import Batch
 from trainctl.runs.event_descriptions import describe_document, describe_not_finite
 from trainctl.runs.records import short
 from trainctl.train.callbacks.context import StepState

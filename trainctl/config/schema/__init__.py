@@ -3,7 +3,7 @@
 Each class of this package is one config group (`conf/<group>/`) or section. If the options of a
 group are kinds (`config.registry`), the class has the keys that all kinds share, and each kind adds
 its own. `option` attaches to a field what the reference documentation, the range check and the
-error messages need. A value of ``None`` means "derived": `trainctl.plan` computes it and records
+error messages need. A value of ``None`` means "derived": `trainctl.plans` computes it and records
 the reason. Enum members are named as users write them in YAML, and their values equal their names.
 """
 

@@ -38,7 +38,7 @@ from trainctl.data.streaming.transfer import (
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data.stream import StreamConfig, shards_needed
-from trainctl.plan.mixture import sources_of
+from trainctl.plans.mixture import sources_of
 from trainctl.readers.remote import Notify, print_notice
 from trainctl.runs.files import write_bytes
 

@@ -29,8 +29,8 @@ from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.protocol import Engine, Job
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.settings import number_formats
-from trainctl.plan.types import Batch, RunPlan
+from trainctl.plans.settings import number_formats
+from trainctl.plans.types import Batch, RunPlan
 from trainctl.runs.layout import RunPaths
 
 _COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -24,7 +24,7 @@ from trainctl.engines.process import (
     rendezvous_arguments,
 )
 from trainctl.engines.protocol import Engine, Job, MakeParameter
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 

@@ -22,7 +22,7 @@ from trainctl.engines.deepspeed.engine import DeepSpeedEngine
 from trainctl.engines.micro_batch import MicroBatch, Sums
 from trainctl.engines.process import Axis, ProcessMesh
 from trainctl.engines.protocol import Job
-from trainctl.plan.types import Batch
+from trainctl.plans.types import Batch
 
 
 class _Stages(PipelineModule):

@@ -41,8 +41,8 @@ from trainctl.engines.process import (
 )
 from trainctl.engines.protocol import CLIPPING_EPSILON, Change, Engine, Job, MakeParameter, States
 from trainctl.engines.shards import ElementRange, Fragment, ParameterPiece, Pieces, Read
-from trainctl.plan.fsdp2 import PREFIX
-from trainctl.plan.types import RunPlan
+from trainctl.plans.fsdp2 import PREFIX
+from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

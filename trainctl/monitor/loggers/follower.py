@@ -19,7 +19,7 @@ from trainctl.memory.budget import budget
 from trainctl.monitor.loggers.delivery import Cursor, read_cursor, read_on
 from trainctl.monitor.loggers.points import CurveReader, curve
 from trainctl.options.logger import Followed, Point, Sink, SinkWithEnd, missing_modules_finding
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import config_of, effective_attempt
 from trainctl.runs.directory import read_plan, read_record, run_id
 from trainctl.runs.files import ensure_folder

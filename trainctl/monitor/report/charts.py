@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainctl.plan.schedule import Curve
-from trainctl.plan.types import RunPlan
+from trainctl.plans.schedule import Curve
+from trainctl.plans.types import RunPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ from trainctl.monitor.report.columns import Edges, GrowingColumns, Numbers, Redu
 from trainctl.monitor.report.history import Branch, History
 from trainctl.monitor.report.marks import newest_marks
 from trainctl.monitor.report.panels import memory_comparison, placement, time_and_cost_of
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import open_or_newest, open_run, read_plan, read_record
 from trainctl.runs.listing import RunSummary, summarise

@@ -20,8 +20,8 @@ from trainctl.memory.constants import GIB
 from trainctl.memory.rank import NAMES, Components
 from trainctl.memory.traced import traced_model
 from trainctl.runs.files import write_bytes
-from trainctl.search.search import Search
-from trainctl.search.space import Candidate
+from trainctl.tuning.search import Search
+from trainctl.tuning.space import Candidate
 
 SUFFIXES = (".png", ".svg", ".html")
 

@@ -14,7 +14,7 @@ from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.memory.traced import known_traced_model
 from trainctl.monitor.report.columns import GrowingColumns
 from trainctl.monitor.report.history import AttemptTimes, History
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.layout import AttemptPaths
 from trainctl.runs.records import Event
@@ -208,7 +208,7 @@ def placement(plan: RunPlan, attempt: AttemptPaths) -> dict[str, Any]:
     """Return the mesh, the hosts, and the coordinates of each rank.
 
     A rank's coordinates are `[node, data, tensor, sequence, stage]`. Tensor is the fastest axis,
-    then sequence, data and stage, as in `trainctl.plan.types.Mesh`.
+    then sequence, data and stage, as in `trainctl.plans.types.Mesh`.
 
     Args:
         attempt: Attempt whose `command.json`, if it exists, names the hosts.

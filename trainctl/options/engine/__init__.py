@@ -20,7 +20,7 @@ class EngineSpec(Spec):
     keys: type = EngineConfig
     settings: str = ""
     """`module:function` that derives the engine's settings in a plan, like
-    `trainctl.plan.deepspeed.derived_settings`; empty for none.
+    `trainctl.plans.deepspeed.derived_settings`; empty for none.
     """
     takes_json: bool = False
     """Whether the settings are DeepSpeed's JSON, so that the checks of that JSON apply."""

@@ -8,7 +8,7 @@ from trainctl.options.optimizer import Maker
 SPEC = EngineSpec(
     name="deepspeed",
     build="trainctl.engines.deepspeed.entry:DeepSpeedBackend",
-    settings="trainctl.plan.deepspeed:derived_settings",
+    settings="trainctl.plans.deepspeed:derived_settings",
     takes_json=True,
     makers=tuple(Maker),
 )

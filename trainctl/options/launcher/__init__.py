@@ -2,7 +2,7 @@
 
 The functions are named as `module:function` and imported when they are called, so checking a
 configuration imports nothing that starts processes. Functions of the shipped launchers are in
-`trainctl.launch`, whose module `interface` defines their argument and result types.
+`trainctl.launchers`, whose module `interface` defines their argument and result types.
 """
 
 from __future__ import annotations

@@ -49,13 +49,13 @@ class KubernetesConfig(LauncherConfig):
 SPEC = Launcher(
     name="kubernetes",
     keys=KubernetesConfig,
-    build="trainctl.launch.kubernetes:run_launch",
-    render="trainctl.launch.kubernetes:render",
-    check="trainctl.launch.kubernetes:check",
-    check_config="trainctl.launch.config_checks:check_kubernetes",
+    build="trainctl.launchers.kubernetes:run_launch",
+    render="trainctl.launchers.kubernetes:render",
+    check="trainctl.launchers.kubernetes:check",
+    check_config="trainctl.launchers.config_checks:check_kubernetes",
     resolves_here=False,
     queue="Kubernetes",
     tool="kubectl",
-    cancel="trainctl.launch.kubernetes:cancel",
+    cancel="trainctl.launchers.kubernetes:cancel",
     sweep_hint="launch the runs one by one, and let Kueue queue them (launcher.kubernetes_queue)",
 )

@@ -8,8 +8,8 @@ from trainctl.options.launcher import Launcher
 SPEC = Launcher(
     name="local",
     keys=LauncherConfig,
-    build="trainctl.launch.local:run_launch",
-    render="trainctl.launch.local:render",
-    check="trainctl.launch.local:check",
+    build="trainctl.launchers.local:run_launch",
+    render="trainctl.launchers.local:render",
+    check="trainctl.launchers.local:check",
     several_nodes=False,
 )

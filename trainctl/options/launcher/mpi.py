@@ -36,8 +36,8 @@ class MpiConfig(LauncherConfig):
 SPEC = Launcher(
     name="mpi",
     keys=MpiConfig,
-    build="trainctl.launch.mpi:run_launch",
-    render="trainctl.launch.mpi:render",
-    check="trainctl.launch.mpi:check",
-    check_config="trainctl.launch.config_checks:check_mpi",
+    build="trainctl.launchers.mpi:run_launch",
+    render="trainctl.launchers.mpi:render",
+    check="trainctl.launchers.mpi:check",
+    check_config="trainctl.launchers.config_checks:check_mpi",
 )

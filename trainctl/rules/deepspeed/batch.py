@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainctl.config.suggest import nearest_names
-from trainctl.plan.derive import choices, nearest_divisors, nearest_multiples
+from trainctl.plans.derive import choices, nearest_divisors, nearest_multiples
 from trainctl.rules.deepspeed.case import AUTO, Case, is_number, is_whole, json_text
 from trainctl.rules.deepspeed_schema import Arguments
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule

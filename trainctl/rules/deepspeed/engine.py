@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from trainctl.config.schema import ModelConfig
-from trainctl.plan.derive import choices, nearest_divisors
+from trainctl.plans.derive import choices, nearest_divisors
 from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, outside
 from trainctl.rules.rule import WARNING, Problem, rule
 

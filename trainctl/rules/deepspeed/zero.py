@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.plan.derive import choices, nearest_divisors
+from trainctl.plans.derive import choices, nearest_divisors
 from trainctl.rules.deepspeed.case import Case, is_number, json_text, words
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 

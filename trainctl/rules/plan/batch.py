@@ -15,7 +15,7 @@ from trainctl.options.schedule import (
     milestone_steps,
     spec_of,
 )
-from trainctl.plan.derive import (
+from trainctl.plans.derive import (
     UNCOUNTED_STEPS,
     choices,
     derive_ramp,
@@ -26,7 +26,7 @@ from trainctl.plan.derive import (
     nearest_multiples,
     samples_of_epoch,
 )
-from trainctl.plan.schedule import decay_length, warmup_length
+from trainctl.plans.schedule import decay_length, warmup_length
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule, warning_problem
 

@@ -13,8 +13,8 @@ from trainctl.options.data import spec_of
 from trainctl.options.data.stream import StreamConfig, shards_needed
 from trainctl.options.precision import precision_of
 from trainctl.options.tokenizer import spec_of as tokenizer_of
-from trainctl.plan.derive import choices, divisors, is_counted_in_epochs, nearest_multiples
-from trainctl.plan.mixture import (
+from trainctl.plans.derive import choices, divisors, is_counted_in_epochs, nearest_multiples
+from trainctl.plans.mixture import (
     are_valid_weights,
     batch_of_length,
     batches_of_length,

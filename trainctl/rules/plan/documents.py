@@ -9,7 +9,7 @@ from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, Packing
 from trainctl.options.data import spec_of
 from trainctl.options.filter import Filter
-from trainctl.plan.mixture import SINGLE_SOURCE, sources_of
+from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.quality import (
     HELD_OUT,
     decontamination_sections,

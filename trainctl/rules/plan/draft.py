@@ -16,8 +16,8 @@ from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 from trainctl.options.engine import engine_of
 from trainctl.options.limits import Limit, value_of
-from trainctl.plan.deepspeed import flatten
-from trainctl.plan.types import Batch, Batches, Mesh
+from trainctl.plans.deepspeed import flatten
+from trainctl.plans.types import Batch, Batches, Mesh
 from trainctl.rules.deepspeed.case import Case
 from trainctl.rules.passed_keys import CONFIG_KEYS, plan_json_case
 from trainctl.rules.rule import Problem, Rule, RuleExample, register

@@ -9,7 +9,7 @@ from trainctl.config.derived import Derived
 from trainctl.config.registry import load_spec
 from trainctl.config.sections import callbacks_of
 from trainctl.options.engine import engine_of
-from trainctl.plan.deepspeed import flatten
+from trainctl.plans.deepspeed import flatten
 from trainctl.rules.deepspeed import keys
 from trainctl.rules.deepspeed.case import Case
 from trainctl.rules.passed_keys import (

@@ -8,9 +8,9 @@ from math import gcd
 from trainctl.config.schema import CompileKind, OffloadDevice, RunConfig
 from trainctl.options.limits import Limit, only_value, value_of
 from trainctl.options.optimizer import ELEMENT, spec_of
-from trainctl.plan.derive import choices, nearest_divisors
-from trainctl.plan.settings import auxiliary_loss
-from trainctl.plan.shapes import anatomy
+from trainctl.plans.derive import choices, nearest_divisors
+from trainctl.plans.settings import auxiliary_loss
+from trainctl.plans.shapes import anatomy
 from trainctl.rules.plan.draft import Draft, values_outside_limits
 from trainctl.rules.rule import WARNING, Problem, rule
 

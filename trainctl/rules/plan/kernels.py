@@ -15,8 +15,8 @@ from trainctl.config.schema import (
 from trainctl.models.anatomy import parse_anatomy
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputing_section
 from trainctl.options.model import architecture, families
-from trainctl.plan.settings import DETERMINISTIC_VARIABLES
-from trainctl.plan.shapes import FEED_FORWARD
+from trainctl.plans.settings import DETERMINISTIC_VARIABLES
+from trainctl.plans.shapes import FEED_FORWARD
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from trainctl.config.schema import Accelerator, AttentionKind
 from trainctl.options import architectures
 from trainctl.options.model import AXES, architecture
-from trainctl.plan import shapes
-from trainctl.plan.derive import choices, nearest_divisors, nearest_multiples
+from trainctl.plans import shapes
+from trainctl.plans.derive import choices, nearest_divisors, nearest_multiples
 from trainctl.rules.deepspeed import engine as json_engine
 from trainctl.rules.plan.draft import Draft, on_json
 from trainctl.rules.rule import WARNING, Problem, rule

@@ -9,9 +9,9 @@ from trainctl.config.schema import AttentionKind, WeightsKind
 from trainctl.options import model as families
 from trainctl.options import tokenizer as tokenizers
 from trainctl.options.optimizer import spec_of
-from trainctl.plan.derive import choices, nearest_multiples
-from trainctl.plan.mup import base_heads, width_factor
-from trainctl.plan.shapes import anatomy, head_dim, key_value_heads
+from trainctl.plans.derive import choices, nearest_multiples
+from trainctl.plans.mup import base_heads, width_factor
+from trainctl.plans.shapes import anatomy, head_dim, key_value_heads
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
 

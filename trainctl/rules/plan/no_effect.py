@@ -26,8 +26,8 @@ from trainctl.options import model
 from trainctl.options.engine import engine_of
 from trainctl.options.model import Family
 from trainctl.options.schedule import spec_of
-from trainctl.plan.deepspeed_table import ZERO_KEYS, ineffective_keys
-from trainctl.plan.derive import is_counted_in_epochs
+from trainctl.plans.deepspeed_table import ZERO_KEYS, ineffective_keys
+from trainctl.plans.derive import is_counted_in_epochs
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
 

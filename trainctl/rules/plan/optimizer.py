@@ -18,10 +18,10 @@ from trainctl.options.data import spec_of as data_spec_of
 from trainctl.options.limits import never_value, only_value
 from trainctl.options.objective import PAIRS, objective_of
 from trainctl.options.optimizer import Maker, spec_of
-from trainctl.plan.mixture import sources_of
-from trainctl.plan.optimizers import refused_settings
-from trainctl.plan.settings import auxiliary_loss
-from trainctl.plan.trainable import trainable
+from trainctl.plans.mixture import sources_of
+from trainctl.plans.optimizers import refused_settings
+from trainctl.plans.settings import auxiliary_loss
+from trainctl.plans.trainable import trainable
 from trainctl.rules.deepspeed import optimizer as json_optimizer
 from trainctl.rules.plan.draft import Draft, on_json, values_outside_limits
 from trainctl.rules.rule import Problem, rule, warning_problem

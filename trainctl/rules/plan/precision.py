@@ -11,8 +11,8 @@ from trainctl.config.schema import (
 )
 from trainctl.options import model as families
 from trainctl.options.precision import is_emulated, loss_scaling, precision_of
-from trainctl.plan.derive import choices, nearest_multiples
-from trainctl.plan.settings import number_formats
+from trainctl.plans.derive import choices, nearest_multiples
+from trainctl.plans.settings import number_formats
 from trainctl.rules.deepspeed import precision as json
 from trainctl.rules.plan.draft import Draft, json_problems, on_json
 from trainctl.rules.rule import Problem, rule

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainctl.config.schema import AdaptiveClipping, CompileKind, OnBadLoss, RunConfig
 from trainctl.options import launcher as launchers
 from trainctl.options.optimizer import spec_of
-from trainctl.plan.settings import EMA_METRIC, average_conflict
+from trainctl.plans.settings import EMA_METRIC, average_conflict
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule, warning_problem
 

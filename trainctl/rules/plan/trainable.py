@@ -10,9 +10,9 @@ from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.options.adapter import BaseWeights, low_rank
 from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.optimizer import spec_of
-from trainctl.plan.derive import derive_stages
-from trainctl.plan.shapes import anatomy
-from trainctl.plan.trainable import (
+from trainctl.plans.derive import derive_stages
+from trainctl.plans.shapes import anatomy
+from trainctl.plans.trainable import (
     BLOCK,
     adapted_layers,
     frozen_ties,

@@ -13,7 +13,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.options.optimizer import spec_of
-from trainctl.plan.settings import number_formats
+from trainctl.plans.settings import number_formats
 from trainctl.rules.deepspeed import offload, zero
 from trainctl.rules.plan.draft import Draft, json_problems, on_json
 from trainctl.rules.rule import Problem, rule

@@ -15,8 +15,8 @@ import torch
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import LowRank, low_rank, spec_of
-from trainctl.plan.shapes import TensorShape
-from trainctl.plan.trainable import (
+from trainctl.plans.shapes import TensorShape
+from trainctl.plans.trainable import (
     LORA_A,
     LORA_B,
     MAGNITUDE,

@@ -21,8 +21,8 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.options.adapter import LowRank, low_rank, spec_of
-from trainctl.plan.settings import number_formats
-from trainctl.plan.trainable import LORA_A, LORA_B, MAGNITUDE, LinearLayer, is_partial, trainable
+from trainctl.plans.settings import number_formats
+from trainctl.plans.trainable import LORA_A, LORA_B, MAGNITUDE, LinearLayer, is_partial, trainable
 from trainctl.train.models.model import TORCH_TYPES
 from trainctl.train.models.weights import (
     ZERO,

@@ -1,6 +1,6 @@
 """A frozen base in 8 or 4 bits: its codecs, layers that dequantize, and sources of its bytes.
 
-A layer's `weight` is a tensor of bytes under its usual name (`trainctl.plan.trainable`), which
+A layer's `weight` is a tensor of bytes under its usual name (`trainctl.plans.trainable`), which
 ZeRO-3 partitions like any frozen parameter. It is dequantized in the forward pass and again in the
 backward pass, and not kept between them. Codecs convert ranges of a flattened matrix that begin and
 end at block borders, so a rank quantizes only the part that it keeps.
@@ -20,7 +20,7 @@ from torch import nn
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import BaseWeights, LowRank, low_rank
-from trainctl.plan.trainable import (
+from trainctl.plans.trainable import (
     BLOCK,
     BLOCK_OF_SCALES,
     LinearLayer,

@@ -10,10 +10,10 @@ from typing import Any
 
 from trainctl.data.corpora import corpus_digests
 from trainctl.options.callbacks import Callback, Context
-from trainctl.plan.identity import model_description
-from trainctl.plan.mup import multipliers
-from trainctl.plan.schedule import Curve
-from trainctl.plan.settings import number_formats
+from trainctl.plans.identity import model_description
+from trainctl.plans.mup import multipliers
+from trainctl.plans.schedule import Curve
+from trainctl.plans.settings import number_formats
 from trainctl.runs import checkpoints
 from trainctl.runs.status import Phase, Request, pending_requests, withdraw_request
 from trainctl.train.callbacks.context import Journal, StepState

@@ -9,7 +9,7 @@ from trainctl.config.schema import TrainingConfig
 from trainctl.data.corpora import unigram_entropy
 from trainctl.options.callbacks import Callback, Context
 from trainctl.options.objective import objective_of
-from trainctl.plan.settings import EMA_METRIC
+from trainctl.plans.settings import EMA_METRIC
 from trainctl.runs.status import Phase
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.evaluation import (

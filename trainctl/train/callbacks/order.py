@@ -20,7 +20,7 @@ from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.callbacks import Callback, Ranks
 from trainctl.options.objective import objective_of
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.train.callbacks.checkpoints import Checkpoints
 from trainctl.train.callbacks.context import Journal, RankContext, StepState
 from trainctl.train.callbacks.evaluation import EarlyStopping, Evaluation, Plateau, Sampling

@@ -1,6 +1,6 @@
 """Records of steps: speed, memory beside the planned one, divergence of the loss; and heartbeats.
 
-Formula and peak rates of the speed are in `trainctl.plan.flops` and `conf/hardware/`;
+Formula and peak rates of the speed are in `trainctl.plans.flops` and `conf/hardware/`;
 `docs/throughput.md` explains the figures.
 """
 
@@ -20,8 +20,8 @@ from trainctl.engines.stopwatch import PhaseMemory, peak_resident_bytes
 from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.memory.traced import known_traced_model
 from trainctl.options.callbacks import Callback, Context
-from trainctl.plan.flops import flops_of_run, utilisation
-from trainctl.plan.types import Batch, RunPlan
+from trainctl.plans.flops import flops_of_run, utilisation
+from trainctl.plans.types import Batch, RunPlan
 from trainctl.runs.records import short
 from trainctl.runs.status import Phase
 from trainctl.train.callbacks.context import Journal, StepState

@@ -28,7 +28,7 @@ from typing import Any
 from trainctl.engines.process import Process
 from trainctl.engines.stopwatch import Stopwatch
 from trainctl.options.callbacks import Callback, Context
-from trainctl.plan.types import RunPlan
+from trainctl.plans.types import RunPlan
 from trainctl.train.callbacks.context import Journal, StepState
 
 PARTS = ("data", "forward", "backward", "optimizer")

@@ -29,7 +29,7 @@ from trainctl.config.schema import ModelConfig
 from trainctl.engines.process import Process
 from trainctl.engines.shards import Fragment, Shard, read_shard, read_whole
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plan.identity import (
+from trainctl.plans.identity import (
     NON_OPTIMIZER_STATES,
     check_model,
     check_shapes,

@@ -21,7 +21,7 @@ from trainctl.config.schema import OptimizerConfig
 from trainctl.engines.protocol import Engine
 from trainctl.engines.shards import Fragment
 from trainctl.options.optimizer import spec_of
-from trainctl.plan.settings import ema_decay
+from trainctl.plans.settings import ema_decay
 from trainctl.train.optimizers.partitioned import ParameterPart, PartitionedOptimizer, SideState
 
 MASTER = "master"

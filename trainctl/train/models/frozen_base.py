@@ -26,8 +26,8 @@ from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.tensors import stored_tensors
 from trainctl.options.adapter import low_rank
-from trainctl.plan.identity import CONTEXT_LENGTH_KEYS, check_model, check_shapes
-from trainctl.plan.trainable import adapted_layers, added_tensors, also_trained, is_partial
+from trainctl.plans.identity import CONTEXT_LENGTH_KEYS, check_model, check_shapes
+from trainctl.plans.trainable import adapted_layers, added_tensors, also_trained, is_partial
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest

@@ -1,6 +1,6 @@
 """`python -m trainctl.train.models.inspection_entry`: answer a question by a model's own code.
 
-A planning command starts it (`trainctl.models.tracing`, `trainctl.search.input_files`), so that the
+A planning command starts it (`trainctl.models.tracing`, `trainctl.tuning.input_files`), so that the
 command itself imports no torch. The question comes on standard input, and the answer is the last
 line of standard output.
 """

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.schema import CompileKind, KernelsConfig, PrecisionConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.precision import is_emulated
-from trainctl.plan.shapes import FEED_FORWARD
+from trainctl.plans.shapes import FEED_FORWARD
 from trainctl.train.adapters.layers import LoraLayer
 from trainctl.train.models.model import blocks
 

@@ -16,8 +16,8 @@ from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
-from trainctl.plan.settings import number_formats
-from trainctl.plan.types import RunPlan
+from trainctl.plans.settings import number_formats
+from trainctl.plans.types import RunPlan
 from trainctl.train.adapters.layers import apply_adapter
 from trainctl.train.checkpoint.content import Checkpoint
 from trainctl.train.checkpoint.optimizer_state import MASTER

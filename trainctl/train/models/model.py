@@ -1,7 +1,7 @@
 """The model: built by transformers from the plan's shape, and filled with weights afterwards.
 
 transformers' parameter names are the canonical names, which initialisation, decay groups,
-checkpoints and exports all use. `trainctl.plan.mup` has the table of muP's multipliers, which are
+checkpoints and exports all use. `trainctl.plans.mup` has the table of muP's multipliers, which are
 applied here and folded into exports.
 """
 
@@ -37,8 +37,8 @@ from trainctl.engines.shards import ParameterPiece, Pieces, Read, Shard, read_sh
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Buffer, persistent_buffers
 from trainctl.options.model import Family, families, family_of_type, spec_of
-from trainctl.plan.mup import multipliers
-from trainctl.plan.shapes import final_norm_tensors, head_dim, key_value_heads
+from trainctl.plans.mup import multipliers
+from trainctl.plans.shapes import final_norm_tensors, head_dim, key_value_heads
 from trainctl.train.models.weights import SkipInit, WeightSource
 from trainctl.train.parallel.experts import compute_in_fp32
 

@@ -27,7 +27,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import ActivationCheckpointingConfig
 from trainctl.errors import TrainctlError
 from trainctl.options.activation_checkpointing import Recomputing
-from trainctl.plan.settings import is_recomputed
+from trainctl.plans.settings import is_recomputed
 from trainctl.train.models.model import blocks
 
 SAVED_OPERATIONS = frozenset(

@@ -35,7 +35,7 @@ from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
 from trainctl.memory.traced import TracedModel, block_part
 from trainctl.options.precision import precision_of
-from trainctl.plan.settings import number_formats
+from trainctl.plans.settings import number_formats
 from trainctl.train.models.anatomy import (
     anatomy_of_built,
     require_blocks,

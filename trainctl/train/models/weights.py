@@ -26,7 +26,7 @@ from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Converted, StoredModel
 from trainctl.models.tensors import stored_tensors
-from trainctl.plan import mup
+from trainctl.plans import mup
 
 CHUNK = 1 << 16
 """Elements drawn from one generator; part of what a seed means, so never change it."""

@@ -25,7 +25,7 @@ from trainctl.options.objective import ANSWERS, objective_of
 from trainctl.options.objective.dpo import DpoConfig, PreferenceLoss
 from trainctl.options.objective.orpo import OrpoConfig
 from trainctl.options.objective.simpo import SimpoConfig
-from trainctl.plan.mixture import SINGLE_SOURCE
+from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.runs.files import write_bytes
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import PackedDataset

@@ -13,8 +13,8 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.engines.shards import ParameterPiece, Pieces
 from trainctl.options.optimizer import Maker
-from trainctl.plan.optimizers import GroupKey, group_of, optimizer_maker, order_groups
-from trainctl.plan.types import RunPlan
+from trainctl.plans.optimizers import GroupKey, group_of, optimizer_maker, order_groups
+from trainctl.plans.types import RunPlan
 
 
 def own_optimizer(plan: RunPlan, groups: list[dict[str, Any]]) -> Optimizer | None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from trainctl.options.optimizer.adafactor import AdafactorConfig
-from trainctl.plan import mup
-from trainctl.plan.types import RunPlan
+from trainctl.plans import mup
+from trainctl.plans.types import RunPlan
 from trainctl.train.optimizers.partitioned import ParameterPart, PartitionedOptimizer
 
 DECAY_POWER = -0.8

@@ -23,8 +23,8 @@ from torchao.optim.quant_utils import (
 
 from trainctl.options.optimizer import WithMoments
 from trainctl.options.optimizer.adamw_8bit import AT_ONCE
-from trainctl.plan import mup
-from trainctl.plan.types import RunPlan
+from trainctl.plans import mup
+from trainctl.plans.types import RunPlan
 from trainctl.train.optimizers.partitioned import AdamLike, ParameterPart
 
 BLOCK = 256

@@ -13,8 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from trainctl.options.optimizer import WithBetas, WithMoments
-from trainctl.plan import mup
-from trainctl.plan.types import RunPlan
+from trainctl.plans import mup
+from trainctl.plans.types import RunPlan
 from trainctl.train.optimizers.partitioned import AdamLike
 
 

@@ -21,9 +21,9 @@ from torch.optim.adamw import adamw
 from trainctl.config.schema import DataType
 from trainctl.options.optimizer.muon import MuonConfig
 from trainctl.options.precision import precision_of
-from trainctl.plan import mup
-from trainctl.plan.optimizers import is_fused
-from trainctl.plan.types import RunPlan
+from trainctl.plans import mup
+from trainctl.plans.optimizers import is_fused
+from trainctl.plans.types import RunPlan
 from trainctl.train.optimizers.partitioned import ParameterPart, PartitionedOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

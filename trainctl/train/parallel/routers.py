@@ -20,7 +20,7 @@ from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.errors import TrainctlError
 from trainctl.models.anatomy import ROUTER_BIAS
-from trainctl.plan.settings import auxiliary_loss
+from trainctl.plans.settings import auxiliary_loss
 from trainctl.train.models.recompute import is_recomputing
 from trainctl.train.parallel.experts import routers_of
 

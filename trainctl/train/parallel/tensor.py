@@ -25,7 +25,7 @@ from trainctl.engines.process import Axis
 from trainctl.engines.shards import ParameterPiece, Pieces, Shard
 from trainctl.errors import TrainctlError
 from trainctl.options.model import Region
-from trainctl.plan.trainable import LORA_A, LORA_B, MAGNITUDE
+from trainctl.plans.trainable import LORA_A, LORA_B, MAGNITUDE
 from trainctl.train.adapters.layers import LoraLayer, added_parameters
 from trainctl.train.parallel.row_layers import (
     Copy,

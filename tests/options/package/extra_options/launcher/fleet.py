@@ -38,7 +38,7 @@ def check_config(config: Any, hardware: Any) -> list[Finding]:
 
 def run_launch(launch: Any) -> Any:
     """Start an agent on this machine, and leave word of it."""
-    from trainctl.launch import local
+    from trainctl.launchers import local
 
     (launch.run.root / "fleet.txt").write_text(str(launch.plan.config.launcher.fleet_size))
     return local.run_launch(launch)
@@ -48,7 +48,7 @@ SPEC = Launcher(
     name="fleet",
     keys=FleetConfig,
     build="extra_options.launcher.fleet:run_launch",
-    render="trainctl.launch.local:render",
+    render="trainctl.launchers.local:render",
     check_config="extra_options.launcher.fleet:check_config",
     reach=_reach,
 )

@@ -1,0 +1,212 @@
+"""The step-time model against published throughputs, and in its directions.
+
+Constants of the model were fitted to the rows marked `fit`; how close it is, is said of the others.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import pytest
+from throughput_rows import Row, hardware_of, plan_of, rows
+
+from trainctl.tuning.compute import device_rates
+from trainctl.tuning.speed import StepTime, step_time
+
+OTHERS = [row for row in rows() if not row.is_for_fit]
+FITTED = [row for row in rows() if row.is_for_fit]
+
+FAR_OFF = {
+    # Ranks that updated on the host far slower than DeepSpeed on eight H200 did.
+    "a800-7b-z2-ckpt-opt-mbs1-g64": -0.60,
+    "a800-7b-z3-ckpt-opt-mbs2-g64": -0.60,
+    "a800-7b-z3-ckpt-opt-par-mbs4-g64": -0.62,
+    # Slower than ZeRO 2 with half the micro batch, in the same table.
+    "a800-7b-z3-mbs2-g64": -0.36,
+    # Twice the accumulation, and a tenth slower for each sample, in the same table.
+    "a800-7b-z3-ckpt-mbs8-g128": -0.29,
+    # Attention alone; its rate there is above the one measured at 8k that the row is given.
+    "ds-8b-z3-offload-b200-192g-262144": 0.28,
+}
+"""Rows that the model misses by more than a quarter, and by how much at most."""
+
+
+def per_token(row: Row, seconds: float) -> float:
+    """Device seconds of a token."""
+    return seconds * row.plan.mesh.world_size / row.plan.batch.tokens_per_step
+
+
+def tables() -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows():
+        found.setdefault(row.table, []).append(row)
+    return {name: members for name, members in found.items() if len(members) > 1}
+
+
+@pytest.mark.parametrize("row", OTHERS, ids=lambda row: row.name)
+def test_a_measurement_is_met_within_a_quarter(row: Row) -> None:
+    limit = FAR_OFF.get(row.name)
+    if limit is None:
+        assert abs(row.error) <= 0.25
+    else:
+        assert 0.25 < abs(row.error) <= abs(limit)
+        assert row.error * limit > 0
+
+
+def test_half_are_met_within_a_tenth() -> None:
+    errors = sorted(abs(row.error) for row in OTHERS)
+    assert len(errors) >= 90
+    assert median(errors) <= 0.10
+    assert errors[int(0.9 * len(errors))] <= 0.25
+    assert median(abs(row.error) for row in FITTED) <= 0.07
+
+
+def test_measurements_of_a_table_come_in_the_right_order() -> None:
+    right = wrong = 0
+    for members in tables().values():
+        for one, other in combinations(members, 2):
+            measured = per_token(one, one.seconds) / per_token(other, other.seconds)
+            predicted = per_token(one, one.predicted) / per_token(other, other.predicted)
+            if not 0.9 < measured < 1 / 0.9:
+                right += (measured > 1) == (predicted > 1)
+                wrong += (measured > 1) != (predicted > 1)
+    assert right + wrong > 100
+    assert right / (right + wrong) >= 0.95
+
+
+@pytest.mark.parametrize("name", tables())
+def test_what_the_model_would_choose_is_nearly_the_best(name: str) -> None:
+    members = tables()[name]
+    chosen = min(members, key=lambda row: per_token(row, row.predicted))
+    best = min(per_token(row, row.seconds) for row in members)
+    assert per_token(chosen, chosen.seconds) <= 1.15 * best
+
+
+LLAMA_7B = {
+    "model.hidden_size": 4096,
+    "model.intermediate_size": 11008,
+    "model.num_layers": 32,
+    "model.num_attention_heads": 32,
+    "model.vocab_size": 32000,
+    "training.sequence_length": 4096,
+    "training.micro_batch_size": 2,
+    "training.gradient_accumulation_steps": 8,
+    "zero_stage.stage": 1,
+}
+
+
+def time_of(nodes: int = 1, devices: int = 8, **changes: Any) -> StepTime:
+    """Return the time of a step of Llama-7B on H100s; `zero_stage__stage=3` changes a key."""
+    values = LLAMA_7B | {key.replace("__", "."): value for key, value in changes.items()}
+    return step_time(plan_of(hardware_of("h100-80g", nodes, devices), values))
+
+
+def test_the_parts_add_up() -> None:
+    time = time_of(nodes=2, parallelism__tensor=2, parallelism__pipeline=2)
+    assert time.seconds == pytest.approx(sum(time.parts.values()))
+    assert min(time.parts.values()) >= 0
+
+
+def test_recomputation_is_a_forward_pass_and_selective_less() -> None:
+    none, full, selective = (
+        time_of(activation_checkpointing__mode=mode) for mode in ("none", "full", "selective")
+    )
+    assert none.recompute == 0
+    assert 0.25 * none.compute < full.recompute < 0.4 * none.compute
+    assert 0 < selective.recompute < 0.5 * full.recompute
+    every_other = time_of(
+        activation_checkpointing__mode="full", activation_checkpointing__every_kth_block=2
+    )
+    assert every_other.recompute == pytest.approx(full.recompute / 2)
+
+
+def test_tiles_multiply_the_feed_forward_layers_once_more() -> None:
+    whole, tiles = time_of(), time_of(kernels__mlp_tiles=8)
+    assert 1.1 < tiles.compute / whole.compute < 1.34
+    assert tiles.recompute == whole.recompute == 0
+
+
+def test_the_bubble_is_that_of_one_forward_one_backward() -> None:
+    for micro_batches in (4, 8, 32):
+        time = time_of(parallelism__pipeline=4, training__gradient_accumulation_steps=micro_batches)
+        work = time.compute + time.transfer + time.reduce + time.tensor
+        once = time.compute + time.transfer
+        assert time.bubble == pytest.approx(once * 3 / micro_batches, rel=0.01), work
+
+
+def test_links_between_machines_are_slower() -> None:
+    inside = time_of(nodes=2, parallelism__tensor=8)
+    across = time_of(nodes=2, devices=4, parallelism__tensor=8)
+    assert across.tensor > 2 * inside.tensor  # four network cards for eight devices
+    assert time_of(nodes=2, zero_stage__stage=3).seconds > 0
+    # Sequence ranks lie four apart here, so four of them are on two machines.
+    shared = {"parallelism__tensor": 4, "parallelism__sequence": 4}
+    assert time_of(nodes=2, **shared).sequence > 2 * time_of(devices=16, **shared).sequence
+    near, far = time_of(zero_stage__stage=1), time_of(nodes=8, devices=1, zero_stage__stage=1)
+    assert far.reduce > 3 * near.reduce
+
+
+def test_each_stage_communicates_what_it_has_to() -> None:
+    first, second, third = (time_of(nodes=2, zero_stage__stage=stage) for stage in (1, 2, 3))
+    assert second.reduce > 4 * first.reduce  # in each micro batch, not once in a step
+    assert first.gather == second.gather == 0 < third.gather
+    hidden = time_of(nodes=2, zero_stage__stage=2, zero_stage__overlap_comm=True)
+    assert hidden.reduce < second.reduce
+
+
+def test_a_single_device_does_not_communicate() -> None:
+    time = time_of(devices=1, zero_stage__stage=3)
+    assert time.tensor == time.sequence == time.gather == time.reduce == time.transfer == 0
+
+
+def test_offload_costs_copies_and_a_slower_update() -> None:
+    near = time_of(zero_stage__stage=3)
+    cpu = time_of(zero_stage__stage=3, offload__optimizer="cpu")
+    nvme = time_of(zero_stage__stage=3, offload__optimizer="nvme", offload__nvme_path="/nvme")
+    half = time_of(zero_stage__stage=3, offload__optimizer="cpu", offload__ratio=0.5)
+    assert near.offload == 0 < cpu.offload < nvme.offload
+    assert near.optimizer < half.optimizer < cpu.optimizer
+    both = time_of(zero_stage__stage=3, offload__optimizer="cpu", offload__parameters="cpu")
+    assert both.seconds >= cpu.seconds
+
+
+def test_fp8_is_faster_where_the_device_has_it() -> None:
+    fp8 = time_of(precision__compute="fp8")
+    assert fp8.compute < time_of().compute < 2 * fp8.compute
+    emulated = time_of(precision__compute="fp8", precision__emulate_fp8=True)
+    assert emulated.compute >= time_of().compute
+
+
+def test_fewer_and_fused_kernels_are_faster() -> None:
+    plain, liger = time_of(), time_of(kernels__liger=True)
+    assert liger.compute < plain.compute
+    fused = time_of(kernels__cross_entropy="liger_fused")
+    chunked = time_of(kernels__cross_entropy="chunked")
+    assert fused.compute < plain.compute < chunked.compute
+
+
+def test_small_micro_batches_wait_for_the_processor() -> None:
+    tiny = {"model__hidden_size": 128, "model__intermediate_size": 384}
+    one = time_of(training__micro_batch_size=1, training__sequence_length=128, **tiny)
+    two = time_of(training__micro_batch_size=2, training__sequence_length=128, **tiny)
+    assert two.compute < 1.1 * one.compute
+
+
+def test_a_model_of_nothing_and_one_of_1e13_parameters() -> None:
+    shape = {"num_layers": 0, "hidden_size": 0, "intermediate_size": 0, "vocab_size": 0}
+    empty = time_of(**{f"model__{name}": size for name, size in shape.items()})
+    assert empty.compute == empty.recompute == 0
+    huge = time_of(
+        model__hidden_size=131_072, model__intermediate_size=524_288, model__num_layers=40
+    )
+    assert 0 < huge.seconds < float("inf")
+
+
+def test_a_device_of_unknown_rates_counts_as_an_a100() -> None:
+    plan = plan_of(hardware_of("t4-16g", 1, 8), LLAMA_7B | {"precision.compute": "bf16"})
+    assert not device_rates(plan.hardware, plan.config.precision).is_known
+    assert step_time(plan).seconds > 0
+    known = hardware_of("a100-80g", 1, 8)
+    assert device_rates(known, plan.config.precision).is_known

@@ -1,0 +1,112 @@
+"""`python -m trainctl.launchers RUN_DIR [--attempt N]`: the launcher of a run without a terminal.
+
+It runs in the background or in a scheduler's job. A job that was requeued runs the same command
+again; the records in the run directory then tell it to make a new attempt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from trainctl.errors import TrainctlError
+from trainctl.launchers.interface import LaunchRequest, after_job, launch_function
+from trainctl.plans.types import RunPlan
+from trainctl.runs.checkpoints import newest_checkpoint
+from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.listing import ResumePoint
+from trainctl.runs.lock import hold, holder, inherit_lock
+from trainctl.runs.processes import die_with_parent
+from trainctl.runs.records import read_events
+from trainctl.runs.status import State, change_status, read_status
+
+_PATIENCE_SECONDS = 60.0
+"""Longest wait for the run's lock: the submitting process, or the last launcher of a requeued job,
+may still hold it.
+"""
+_POLL_SECONDS = 0.2
+
+
+def main() -> int:
+    """Run the attempt, or a new one, to its end, and return the launch's exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trainctl.launchers")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, help="else the newest")
+    parser.add_argument("--lock", type=int, help="descriptor of the run's lock, held already")
+    given = parser.parse_args()
+    die_with_parent(death_signal=signal.SIGTERM)  # only if `PARENT_VARIABLE` is set
+    try:
+        run = open_run(given.run_dir)
+        with _held(run, given.lock):
+            code, plan = _launch(run, given.attempt)
+        after_job(run, plan, code)
+    except TrainctlError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return int(error.exit_code)
+    return code
+
+
+def _launch(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
+    attempt, plan = _next_attempt(run, number)
+    checkpoint, _ = newest_checkpoint(run)
+    if checkpoint is not None and checkpoint.step >= plan.stop_step:
+        print(f"nothing to do: {run.root} is at step {checkpoint.step}, where this launch ends")
+        _settle(run, State.finished, 0, "")
+        return 0, plan
+    try:
+        launch = LaunchRequest(run=run, attempt=attempt, plan=plan, on_event=lambda _: None)
+        outcome = launch_function(plan)(launch)
+    except TrainctlError as error:
+        _settle(run, State.failed, int(error.exit_code), error.message)
+        raise
+    for line in outcome.log_tail:
+        print(f"  {line}")
+    if outcome.message:
+        print(outcome.message, flush=True)
+    if plan.config.trains_itself and outcome.state in (State.failed, State.stopped):
+        print(ResumePoint.of(run).sentence(run), flush=True)
+    return outcome.exit_code, plan
+
+
+def _next_attempt(run: RunPaths, number: int | None) -> tuple[AttemptPaths, RunPlan]:
+    """Return the attempt if it has not been launched yet, else a new one with the newest plan."""
+    newest = last_attempt(run)
+    plan = read_plan(run.attempt(newest).plan)
+    launched = {event["attempt"] for event in read_events(run.events, "launch")}
+    if number in (None, newest) and newest not in launched:
+        return run.attempt(newest), plan
+    return new_attempt(run, plan), plan
+
+
+def _held(run: RunPaths, descriptor: int | None) -> AbstractContextManager[int]:
+    if descriptor is not None:
+        return inherit_lock(run, descriptor)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    who = holder(run)
+    if who is not None:
+        print(
+            f"waiting for process {who.pid} on {who.host}, which holds {run.root}, for "
+            f"{_PATIENCE_SECONDS:.0f} s at most",
+            flush=True,
+        )
+    while holder(run) is not None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return hold(run)
+
+
+def _settle(run: RunPaths, state: State, code: int, message: str) -> None:
+    """Write the final status where no attempt was supervised to its end."""
+    status = read_status(run)
+    if status is not None and not status.state.is_final:
+        change_status(run, state, code, message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

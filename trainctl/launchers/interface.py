@@ -1,0 +1,289 @@
+"""Interface of the launchers: their types, dispatch to the configured one, a scheduler's commands.
+
+A launcher's own module is imported when one of its functions is called.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainctl.config.registry import function_of
+from trainctl.config.schema import RunConfig
+from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.launchers.rank_command import user_code_folder
+from trainctl.options.launcher import spec_of
+from trainctl.plans.types import RunPlan
+from trainctl.runs.command import AttemptCommand, write_command
+from trainctl.runs.files import write_text
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.records import Event
+from trainctl.runs.status import SchedulerJob, State, Status, change_status, write_job, write_status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRequest:
+    """Everything that an attempt is started from, and all that rendering reads."""
+
+    plan: RunPlan
+    run: RunPaths
+    attempt: AttemptPaths
+    environment: Mapping[str, str]
+    """The shell's or job's environment, from which `launcher.forward_environment` selects."""
+    cores: int
+    """CPU cores of this machine, used for hosts whose number of cores is unknown."""
+    rank_command: Sequence[str] | None = None
+    """Command that replaces the ranks' own; no corpus is prepared for it."""
+    folder: Path | None = None
+    """Working directory of agents and ranks; None keeps the directory that they are started in."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.plan.mesh.world_size // self.plan.hardware.nodes
+
+    @property
+    def threads(self) -> int:
+        """OpenMP threads of a rank: an equal share of the node's cores."""
+        return max(1, self.cores // self.ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """An attempt, and those that replace it when it fails."""
+
+    run: RunPaths
+    """The run; its lock is taken unless this process holds it."""
+    attempt: AttemptPaths
+    """The first attempt, as `new_attempt` made it."""
+    plan: RunPlan
+    on_event: Callable[[Event], None]
+    """Called with each record of this launch soon after it is written."""
+    rank_command: Sequence[str] | None = None
+    """Command that replaces the ranks' own; no corpus is prepared for it."""
+    checkpoint_bytes: int | None = None
+    """Size of a checkpoint, if known: that much disk space must be free."""
+    uses_launch_folder: bool = True
+    """Whether the user's code runs in the folder of the first launch; in a container it runs in the
+    container's working directory.
+    """
+
+    def attempt_request(self, attempt: AttemptPaths, plan: RunPlan) -> AttemptRequest:
+        """Return the request to start one of its attempts from this process.
+
+        Raises:
+            TrainctlError: The folder that the run was launched from is gone (exit code 4).
+        """
+        return AttemptRequest(
+            plan=plan,
+            run=self.run,
+            attempt=attempt,
+            environment=os.environ,
+            cores=cores(),
+            rank_command=self.rank_command,
+            folder=user_code_folder(plan.config, self.run) if self.uses_launch_folder else None,
+        )
+
+
+def cores() -> int:
+    """Return the number of CPU cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """Commands to start for an attempt, and files to write for it."""
+
+    command: AttemptCommand
+    """The command of each node."""
+    commands: tuple[tuple[str, ...], ...]
+    """Command lines that the launcher itself runs to start the nodes, in order."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Further files of the attempt's folder: text by name."""
+
+    @property
+    def text(self) -> str:
+        """The commands as a person could type them."""
+        return "".join(f"{shlex.join(argv)}\n" for argv in self.commands)
+
+    def write(self, attempt: AttemptPaths) -> None:
+        """Write `command.json`, `commands.txt` and the files to the attempt's folder."""
+        write_command(attempt, self.command)
+        write_text(attempt.root / "commands.txt", self.text)
+        for name, text in self.files.items():
+            write_text(attempt.root / name, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """End of an attempt, and exit code of its launch."""
+
+    exit_code: int
+    """Exit code of the launch; 0 only if every rank ended well."""
+    state: State
+    """finished, failed, stopped, or queued if a scheduler has taken it."""
+    message: str = ""
+    """Sentence about the end; empty when finished."""
+    cause: str = ""
+    """`cause` of the failure's record; empty if nothing failed."""
+    hint: str = ""
+    log: Path | None = None
+    """The log that tells more, if there is one."""
+    log_tail: tuple[str, ...] = ()
+    is_transient: bool = False
+    """Whether another attempt may end better."""
+    is_cancelled: bool = False
+    """Whether a scheduler told both the launcher and the agents to end."""
+
+
+class Agents(Protocol):
+    """Everything that runs an attempt, on all of its nodes."""
+
+    @property
+    def margin_seconds(self) -> float:
+        """Seconds beyond the grace that the agents may take to end their ranks and themselves."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code of the launch, as the agents report it; negative is a signal, None: it runs."""
+
+    def poll(self) -> int | None:
+        """Do what is due, and return `returncode`."""
+
+    def terminate(self) -> None:
+        """Have every node end its ranks within the grace. Also called from a signal handler."""
+
+    def describe_death(self) -> dict[str, Any]:
+        """Return fields of a `failure` record, after an error exit that no agent has recorded."""
+
+
+_SECONDS = 60
+
+
+def submit(
+    command: Sequence[str],
+    attempts: Sequence[tuple[RunPaths, AttemptPaths]],
+    *,
+    kind: str,
+    job_id: Callable[[RunPaths, str], str],
+) -> str:
+    """Run the command that submits the attempts, and record their jobs; return its output.
+
+    Args:
+        attempts: Runs and their attempts, all in one job or in one array.
+        kind: Launcher of the job.
+        job_id: Returns a run's job id from the command's output.
+
+    Raises:
+        TrainctlError: The scheduler refuses it (exit code 4); the runs have then failed.
+    """
+    now = time.time()
+    for run, attempt in attempts:  # before the job exists: its own launcher writes the next state
+        write_status(run, Status.begin(State.queued, attempt.number))
+    try:
+        output = run_tool(command)
+    except TrainctlError as error:
+        for run, _ in attempts:
+            change_status(run, State.failed, int(error.exit_code), error.message)
+        raise
+    for run, attempt in attempts:
+        host = socket.gethostname()
+        job = SchedulerJob(kind=kind, id=job_id(run, output), submitted=now, host=host)
+        write_job(attempt, job)
+    return output
+
+
+def run_tool(command: Sequence[str]) -> str:
+    """Run a scheduler's command to its end, and return its output.
+
+    Raises:
+        TrainctlError: It is not installed, fails, or does not answer within a minute (exit code 4).
+    """
+    try:
+        done = subprocess.run(command, input="", capture_output=True, text=True, timeout=_SECONDS)
+    except FileNotFoundError:
+        raise TrainctlError(
+            f"{command[0]} is not installed on this machine",
+            hint=f"repeat this where {command[0]} is",
+            exit_code=ExitCode.environment,
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise TrainctlError(
+            f"{command[0]} does not answer", exit_code=ExitCode.environment
+        ) from None
+    if done.returncode:
+        output = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise TrainctlError(
+            f"{command[0]} failed: {output[-1] if output else f'exit code {done.returncode}'}",
+            exit_code=ExitCode.environment,
+        )
+    return done.stdout
+
+
+def launch_function(plan: RunPlan) -> Callable[[LaunchRequest], Outcome]:
+    """Return the function that runs a launch of the plan to its end, or gives it to a scheduler.
+
+    See `trainctl.launchers.local.run_launch`.
+    """
+    function: Callable[[LaunchRequest], Outcome] = _entry(plan, "build")
+    return function
+
+
+def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
+    """Return what is wrong with the machines, before a run is made in or below the folder."""
+    if not spec_of(plan.config.launcher).check:
+        return []
+    found: list[Finding] = _entry(plan, "check")(plan, folder, checkpoint_bytes)
+    return found
+
+
+def render(start: AttemptRequest) -> Rendered:
+    """Render what would be started for an attempt. Pure."""
+    rendered: Rendered = _entry(start.plan, "render")(start)
+    return rendered
+
+
+def after_job(run: RunPaths, plan: RunPlan, exit_code: int) -> None:
+    """Run the launcher's step after a launch inside a job of its scheduler, if it has one."""
+    spec = spec_of(plan.config.launcher)
+    if spec.after_job and spec.is_in_job(os.environ):
+        _entry(plan, "after_job")(run, plan, exit_code)
+
+
+def has_scheduler(config: RunConfig) -> bool:
+    """Return True if a start only hands the run to a scheduler."""
+    return spec_of(config.launcher).hands_over(os.environ)
+
+
+def _entry(plan: RunPlan, name: str) -> Any:
+    return function_of("launcher", plan.config.launcher.kind, name)
+
+
+def cancel(job: SchedulerJob) -> None:
+    """Remove a job from its queue, or end it; a job that the scheduler does not know has ended.
+
+    Raises:
+        TrainctlError: The scheduler's command is missing or fails (exit code 4).
+    """
+    function_of("launcher", job.kind, "cancel")(job)
+
+
+def missing_tool(config: RunConfig) -> Iterator[Finding]:
+    """Yield a finding if the program that hands the run over is not installed on this machine."""
+    spec = spec_of(config.launcher)
+    tool = spec.tool_in_job if spec.is_in_job(os.environ) else spec.tool
+    if tool and shutil.which(tool) is None:
+        yield Finding(
+            rule="TC197",
+            key="launcher.kind",
+            message=f"{tool} is not installed on this machine",
+            hint=f"repeat this where {tool} is",
+            exit_code=ExitCode.environment,
+        )

@@ -1,0 +1,357 @@
+"""Processes of a launch: agents, tied programs, launchers in the background, ssh, loggers.
+
+The processes that send a run's metrics to its loggers read the run's records, and the run never
+waits for them. One that dies is restarted. One that has not sent everything a while after the run's
+end is killed; `trainctl runs sync` sends the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from trainctl.config.hosts import Host
+from trainctl.config.schema import RunConfig
+from trainctl.errors import TrainctlError
+from trainctl.monitor.loggers.delivery import ALERTS, command, read_cursor
+from trainctl.options.launcher.ssh import SshConfig
+from trainctl.runs.command import NodeCommand
+from trainctl.runs.failures import describe
+from trainctl.runs.files import ensure_folder
+from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.lock import name_holder
+from trainctl.runs.processes import PARENT_VARIABLE, RunTag, pdeathsig_command
+from trainctl.runs.records import Event, EventWriter
+
+Process = subprocess.Popen[bytes]
+
+CONNECT_SECONDS = 10
+_OPEN_FILES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProcess:
+    """A single process: the agent of this machine, or one program (srun, mpirun) for all nodes."""
+
+    process: Process
+    log: Path
+    name: str
+    """Name of the process in the message about its death."""
+    node: int | None = None
+    """Number of its node; None if it stands for all of them."""
+    margin_seconds: float = 1.0
+    """Seconds beyond the grace that it may take to end its ranks and itself."""
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.returncode
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def describe_death(self) -> dict[str, Any]:
+        assert self.process.returncode is not None
+        fields = describe(self.process.returncode, self.log)
+        where = f"node {self.node}, " if self.node is not None else ""
+        fields["message"] = f"{self.name} ({where}process {self.process.pid}) {fields['message']}"
+        return {
+            "rank": None,
+            "node": self.node,
+            "host": socket.gethostname(),
+            "pid": self.process.pid,
+            **fields,
+        }
+
+
+def start_agent(
+    node: NodeCommand, *, tag: RunTag, log: Path, lock: int, folder: Path | None
+) -> AgentProcess:
+    """Start an agent on this machine, in a session of its own: Ctrl-C reaches only the launcher.
+
+    It inherits the run's lock, and ends when its launcher does.
+    """
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            node.argv,
+            cwd=folder,
+            env=_variables(replace(tag, node=node.node), node.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            pass_fds=(lock,),
+        )
+    return AgentProcess(process, log, "the agent", node=node.node)
+
+
+def start_with_pdeathsig(
+    argv: Sequence[str],
+    *,
+    tag: RunTag,
+    environment: Mapping[str, str] | None = None,
+    log: Path,
+    lock: int | None = None,
+    has_input: bool = False,
+    death_signal: signal.Signals = signal.SIGKILL,
+) -> Process:
+    """Start a program that is not ours (ssh, srun, mpirun); the kernel ends it with this process.
+
+    Args:
+        environment: Variables added to this process's.
+        lock: Descriptor of the run's lock, if the program is to inherit it.
+        has_input: Whether this process writes its stdin, unbuffered; else its stdin is empty.
+        death_signal: Signal that it gets when this process ends.
+    """
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [*pdeathsig_command(death_signal), *argv],
+            env=_variables(tag, environment or {}),
+            stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            bufsize=0,
+            start_new_session=True,
+            pass_fds=() if lock is None else (lock,),
+        )
+
+
+def _variables(tag: RunTag, environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **os.environ,
+        **environment,
+        **tag.environment(),
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+
+
+def start_in_background(
+    run: RunPaths, attempt: AttemptPaths, lock: int, *, dies_with_parent: bool = False
+) -> Process:
+    """Start the attempt's launcher in a session of its own; its output goes to `launcher.log`.
+
+    It inherits the run's lock, so no other process can take the run when this process ends.
+
+    Args:
+        dies_with_parent: Whether the launcher gets SIGTERM when this process ends.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != PARENT_VARIABLE}
+    if dies_with_parent:
+        environment[PARENT_VARIABLE] = str(os.getpid())
+    command = [sys.executable, "-P", "-m", "trainctl.launchers", str(run.root)]
+    command += ["--attempt", str(attempt.number), "--lock", str(lock)]
+    with attempt.launcher_log.open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=(lock,),
+        )
+    name_holder(lock, process.pid)
+    return process
+
+
+def ssh(host: Host, launcher: SshConfig, module: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command line that runs a module of trainctl on a host.
+
+    It never prompts, uses no connection that another process made, and notices within
+    `launcher.node_timeout_seconds` that the host is gone.
+    """
+    options = {
+        "BatchMode": "yes",
+        "ClearAllForwardings": "yes",
+        "ConnectTimeout": CONNECT_SECONDS,
+        "ControlMaster": "no",
+        "ControlPath": "none",
+        "ServerAliveCountMax": 3,
+        "ServerAliveInterval": max(1, int(launcher.node_timeout_seconds / 3)),
+    }
+    return (
+        "ssh",
+        *(("-F", launcher.ssh_config) if launcher.ssh_config is not None else ()),
+        *(word for name, value in options.items() for word in ("-o", f"{name}={value}")),
+        "-T",
+        "--",
+        host.name,
+        # -P: import nothing from the home directory there.
+        shell_line((launcher.python or sys.executable, "-P", "-m", module, *arguments)),
+    )
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files, as far as it may.
+
+    Each host takes up to three files, and a usual limit of 1024 ends at 340 hosts.
+    """
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def shell_line(argv: Sequence[str]) -> str:
+    """Return a line that makes any shell exec the command, whatever characters it has."""
+    return f"exec {shlex.join(argv)}"
+
+
+_GRACE_SECONDS = 10.0
+"""Time for sending the rest when the run has ended."""
+_STOPPING_GRACE_SECONDS = 2.0
+"""Time for sending the rest where a signal ended the run at once."""
+_CHECK_SECONDS = 5.0
+_RESTARTS = 5
+_POLL_SECONDS = 0.05
+
+
+def logger_process_names(config: RunConfig) -> list[str]:
+    """Return the names of the processes: one for each logger, and one for alerts if wanted."""
+    return [*config.logging.to, *([ALERTS] if config.logging.alerts.are_wanted else [])]
+
+
+class Loggers:
+    """Context in which the logger processes run. No method raises, or waits while the run goes on.
+
+    Args:
+        tag: Tag of their processes, without an attempt: they outlive attempts.
+        on_event: Called with each record about a problem of theirs.
+    """
+
+    def __init__(
+        self,
+        run: RunPaths,
+        config: RunConfig,
+        tag: RunTag,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self._loggers = [_Logger(run, name, config, tag) for name in logger_process_names(config)]
+        self._run, self._on_event = run, on_event
+        self._checked_at = time.monotonic()
+        self._attempt = 1
+
+    def on_event(self, event: Event) -> None:
+        """Pass a record of the run on, and check the processes now and then."""
+        self._on_event(event)
+        self._attempt = event["attempt"]
+        if self._loggers and time.monotonic() - self._checked_at > _CHECK_SECONDS:
+            self._checked_at = time.monotonic()
+            for logger in self._loggers:
+                logger.keep_alive()
+                self._record_problem(logger)
+
+    def __enter__(self) -> Self:
+        for logger in self._loggers:
+            logger.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for logger in self._loggers:
+            logger.kill()
+
+    def finish(self, is_stopping: Callable[[], bool]) -> None:
+        """Have the processes send the rest, and record what they could not send.
+
+        Args:
+            is_stopping: Returns True if the launch is to end now; called again and again.
+        """
+        for logger in self._loggers:
+            logger.keep_alive()
+            logger.ask_to_end()
+        started = time.monotonic()
+        while any(logger.is_alive for logger in self._loggers):
+            grace = _STOPPING_GRACE_SECONDS if is_stopping() else _GRACE_SECONDS
+            if time.monotonic() - started > grace:
+                break
+            time.sleep(_POLL_SECONDS)
+        for logger in self._loggers:
+            logger.kill()
+            event = self._record_problem(logger)
+            if event is not None:  # the launcher no longer reads the records itself
+                self._on_event(event)
+
+    def _record_problem(self, logger: _Logger) -> Event | None:
+        """Record a change of a logger's problem, its end included; return the record, if any."""
+        problem = logger.problem()
+        if problem == logger.reported:
+            return None
+        logger.reported = problem
+        with suppress(OSError), EventWriter(self._run.events, self._attempt) as events:
+            return events.write("logger", name=logger.name, problem=problem)
+        return None
+
+
+class _Logger:
+    """One of the logger processes."""
+
+    def __init__(self, run: RunPaths, name: str, config: RunConfig, tag: RunTag) -> None:
+        self.name = name
+        self.reported = ""
+        self._run, self._config, self._tag = run, config, tag
+        self._paths = run.logger(name)
+        self._process: Process | None = None
+        self._failure = ""
+        self._restarts = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the process. A failure to start it becomes the logger's problem."""
+        argv = command(self._run, self.name, "--follow", config=self._config)
+        try:
+            ensure_folder(self._paths.folder)
+            self._process = start_with_pdeathsig(
+                argv, tag=self._tag, log=self._paths.log, has_input=True
+            )
+            self._failure = ""
+        except OSError as error:
+            self._failure = f"it cannot be started: {error.strerror}"
+
+    def keep_alive(self) -> None:
+        """Restart the process if it has died, at most `_RESTARTS` times."""
+        if self.is_alive:
+            return
+        if self._restarts < _RESTARTS:
+            self._restarts += 1
+            self.start()
+        else:
+            self._failure = f"its process died {_RESTARTS + 1} times, see {self._paths.log}"
+
+    def ask_to_end(self) -> None:
+        """Have the process send the rest and end."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End the process if it is still running, and note that as a failure."""
+        if self._process is None:
+            return
+        if self.is_alive:
+            self._process.kill()
+            self._failure = "it had not sent everything when it was ended"
+        code = self._process.wait()
+        if code and not self._failure:
+            self._failure = f"its process ended with {code}, see {self._paths.log}"
+
+    def problem(self) -> str:
+        """Return why not everything was sent; empty if nothing is wrong."""
+        try:
+            return read_cursor(self._paths.cursor).problem or self._failure
+        except TrainctlError as error:
+            return error.message

@@ -1,0 +1,115 @@
+"""Recipes of a found plan and of an imported DeepSpeed JSON: base, chosen options, and set keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
+from trainctl.config.codec import to_plain
+from trainctl.config.compose import Composed
+from trainctl.config.overrides import ALIASES
+from trainctl.config.schema import GROUPS
+from trainctl.errors import TrainctlError
+from trainctl.tuning.import_json import Imported
+from trainctl.tuning.search import FoundPlan
+
+
+def check_recipe_file(path: Path, config_dir: Path | None) -> None:
+    """Refuse a target that no recipe can be written to, before the search."""
+    if path.suffix != ".yaml":
+        raise TrainctlError(
+            f"--write {path}: recipes end in .yaml", hint=f"--write {path.with_suffix('.yaml')}"
+        )
+    if path.exists():
+        raise TrainctlError(f"--write {path}: the file is there already", hint="name another one")
+    if not path.absolute().parent.is_dir():
+        raise TrainctlError(
+            f"--write {path}: there is no folder {path.parent}", hint=f"mkdir -p {path.parent}"
+        )
+    if path.stem in (BASE, *recipe_names(search_folders(config_dir))):
+        raise TrainctlError(
+            f"--write {path}: it would hide the recipe {path.stem} that is there already",
+            hint="name another one",
+        )
+
+
+def plan_recipe(composed: Composed, found: FoundPlan, comment: Sequence[str]) -> str:
+    """Return a found plan as a recipe that extends the recipe of the configuration."""
+    plain = to_plain(composed.config)
+    choices: dict[str, str] = {}
+    settings: dict[str, Any] = {}
+    for override in composed.overrides:
+        name, _, value = override.partition("=")
+        name = ALIASES.get(name, name)
+        if name in GROUPS:
+            devices = None
+            if name == "hardware":
+                _, devices, value = split_hardware(value)
+            choices[name] = value
+            if devices is not None:
+                for key in ("hardware.nodes", "hardware.devices_per_node"):
+                    settings[key] = _value_at(plain, key)
+        elif name != "recipe":
+            settings[name] = _value_at(plain, name)
+    for key, layers in composed.layers.items():
+        # The saved recipe extends the recipe, whose values a chosen option has replaced here.
+        is_replaced = any("recipes/" in layer.source for layer in layers[:-1])
+        if is_replaced and key.partition(".")[0] in choices and _has_key(plain, key):
+            settings.setdefault(key, _value_at(plain, key))
+    settings |= {key: getattr(value, "value", value) for key, value in found.values.items()}
+    return recipe_text(comment, composed.config.recipe or BASE, choices, settings)
+
+
+def import_recipe(imported: Imported, file: Path) -> str:
+    """Return the import of a DeepSpeed JSON as a recipe that extends `base`."""
+    passed = {f"deepspeed.{key}": value for key, value in imported.passed.items()}
+    settings = {**imported.settings, **passed}
+    return recipe_text([f"Imported from {file.name}."], BASE, imported.choices, settings)
+
+
+def _has_key(plain: Any, key: str) -> bool:
+    *parents, name = key.split(".")
+    return name in _value_at(plain, ".".join(parents))
+
+
+def _value_at(plain: Any, key: str) -> Any:
+    for name in key.split("."):
+        plain = plain[name]
+    return plain
+
+
+def recipe_text(
+    comment: Sequence[str], base: str, choices: Mapping[str, str], settings: Mapping[str, Any]
+) -> str:
+    """Return the recipe as YAML.
+
+    Args:
+        comment: Lines of the comment on top.
+        base: Recipe to start from, or `base`.
+        choices: Options by group, where they differ from the base.
+        settings: Plain values by dotted key.
+    """
+    lines = [f"# {line}" for line in comment] + ["defaults:", f"  - {base}"]
+    lines += [f"  - override /{group}: {dumps(option)}" for group, option in choices.items()]
+    lines.append("  - _self_")
+    nested: dict[str, Any] = {}
+    for key, value in settings.items():
+        *parents, name = key.split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[name] = value
+    return "\n".join([*lines, *_yaml_lines(nested, "")])
+
+
+def _yaml_lines(level: Mapping[str, Any], indent: str) -> list[str]:
+    lines = []
+    for name, value in level.items():
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{name}:", *_yaml_lines(value, f"{indent}  ")]
+        else:
+            lines.append(f"{indent}{name}: {dumps(value)}")
+    return lines
