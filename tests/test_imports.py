@@ -30,6 +30,7 @@ ORDER = [
     {"monitor"},
     {"train"},
     {"launchers"},
+    {"api"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,3 +1,55 @@
-"""trainctl: a config-driven launcher and trainer for large models, built on DeepSpeed."""
+"""trainctl: a config-driven launcher and trainer for large models, built on DeepSpeed.
+
+The names of `__all__` are the public API (docs/python.md). They are imported when they are used, so
+that `import trainctl` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainctl.api import (
+        Checkpoint,
+        Plan,
+        Run,
+        SearchResult,
+        launch,
+        list_runs,
+        load,
+        plan,
+        resume,
+        search,
+    )
+    from trainctl.errors import Finding, TrainctlError
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "Finding",
+    "Plan",
+    "Run",
+    "SearchResult",
+    "TrainctlError",
+    "__version__",
+    "launch",
+    "list_runs",
+    "load",
+    "plan",
+    "resume",
+    "search",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module("trainctl.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
