@@ -17,7 +17,7 @@ from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import write_manifest
 from trainctl.runs.records import read_events
-from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.export import export
 from trainctl.train.evaluation import inference
 from trainctl.train.models.loaded import load
@@ -135,7 +135,7 @@ def test_a_router_s_bias_stays_in_fp32_through_training_checkpoints_and_a_resume
     train_cases(2, cases, together=True)
     for stage, case in zip((1, 3), cases, strict=True):
         newest, _ = newest_checkpoint(case.run)
-        saved = Checkpoint(newest.path)
+        saved = CheckpointReader(newest.path)
         assert torch.equal(saved.buffer(BIAS), bias)
         assert len(saved.manifest["buffers"]) == 1
         # As if training had moved it: the next attempt goes on from what the checkpoint has.
@@ -154,7 +154,7 @@ def test_a_router_s_bias_stays_in_fp32_through_training_checkpoints_and_a_resume
     for case in cases:
         newest, _ = newest_checkpoint(case.run)
         assert newest.step == STEPS
-        assert torch.equal(Checkpoint(newest.path).buffer(BIAS), bias + 0.25)
+        assert torch.equal(CheckpointReader(newest.path).buffer(BIAS), bias + 0.25)
 
 
 def write_over(path, tensors):

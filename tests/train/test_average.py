@@ -16,7 +16,7 @@ from trainctl.config.schema import DataType, OffloadDevice, OnBadLoss, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.export import export
 from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER
 from trainctl.train.evaluation import inference
@@ -66,14 +66,14 @@ def path_of(case: Case, step: int = STEPS) -> Path:
 
 def weights_of(case: Case, step: int = STEPS, state: str = AVERAGE) -> Weights:
     """Whole, from the checkpoint of a step."""
-    source = Checkpoint(path_of(case, step), weights=state)
+    source = CheckpointReader(path_of(case, step), weights=state)
     shapes = {name: torch.Size(shape) for name, shape in source.manifest["shapes"].items()}
     return {name: source.read(name, shape, 0, shape.numel()) for name, shape in shapes.items()}
 
 
 def by_formula(case: Case) -> dict[int, Weights]:
     """Compute the weight average by step, from the master weights of every second checkpoint."""
-    config, shapes = case.plan.config, Checkpoint(path_of(case)).manifest["shapes"]
+    config, shapes = case.plan.config, CheckpointReader(path_of(case)).manifest["shapes"]
     whole_model = skeleton(config.model, torch.float32)
     seeded = SeedWeights.of(config.model, whole_model, config.training.seed)
     dtype = torch.float32 if config.precision.compute == DataType.fp32 else torch.bfloat16
@@ -151,7 +151,7 @@ def test_a_skipped_update_does_not_count(tmp_path: Path) -> None:
     run = RunPaths(tmp_path)
     train_poisoned(Poisoned(tiny_plan(config, 2), run, poison=((4, NAN),)))  # in the second step
     case = Case(tiny_plan(config, 2), run)
-    assert Checkpoint(path_of(case)).manifest["ema"] == {"steps": STEPS - 1}
+    assert CheckpointReader(path_of(case)).manifest["ema"] == {"steps": STEPS - 1}
     assert_close(weights_of(case, 2), weights_of(case, 1), 0.0)
 
 

@@ -18,7 +18,7 @@ from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import verify
 from trainctl.train.checkpoint import save as saver_module
-from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.save import FAULT_VARIABLE, Saver, write_checkpoint
 
 BEHIND = CheckpointConfig(keep=1, asynchronous=True)
@@ -53,7 +53,7 @@ def saved_steps(run):
 
 
 def saved_values(run, step):
-    checkpoint = Checkpoint(run.checkpoints / checkpoints.checkpoint_name(step))
+    checkpoint = CheckpointReader(run.checkpoints / checkpoints.checkpoint_name(step))
     return checkpoint.read("parameter.0.1", torch.Size([NUMEL]), 0, NUMEL)
 
 
@@ -125,7 +125,7 @@ def test_the_weights_alone_are_saved_beside_in_their_own_format(run, process, as
     assert all(verify(info.path) == [] for info in alone)
     (whole,) = checkpoints.list_checkpoints(run)
     assert alone[0].size_bytes < whole.size_bytes / 3.5  # 2 bytes an element in place of 8
-    weights = Checkpoint(alone[1].path)
+    weights = CheckpointReader(alone[1].path)
     values = weights.read("parameter.0.1", torch.Size([NUMEL]), 0, NUMEL)
     assert torch.equal(values, torch.full((NUMEL,), 1.001).bfloat16().float())
     assert torch.all(saved_values(run, 3) == torch.tensor(1.001))

@@ -17,7 +17,7 @@ from trainctl.data.corpora import load_corpora
 from trainctl.plans.types import Batch
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.data import TrainingData
 from trainctl.train.models.model import blocks, materialise, skeleton
 from trainctl.train.models.weights import SeedWeights
@@ -136,7 +136,7 @@ def test_update_ratios_are_those_of_the_weights(tmp_path: Path, stage: int) -> N
     config = config_of(LAYERS, zero_stage__stage=stage, schedule__warmup_steps=0)
     config.checkpoint.at_end, config.checkpoint.every_steps = False, 1
     run = trained(tmp_path / "run", config)
-    saved = [Checkpoint(run.checkpoints / f"step-{step:08}") for step in (1, 2)]
+    saved = [CheckpointReader(run.checkpoints / f"step-{step:08}") for step in (1, 2)]
     shapes = {name: torch.Size(shape) for name, shape in saved[0].manifest["shapes"].items()}
     weights = [
         {name: each.read(name, shape, 0, shape.numel()) for name, shape in shapes.items()}

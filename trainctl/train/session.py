@@ -30,7 +30,7 @@ from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train.adapters.layers import apply_adapter, initial_adapter
 from trainctl.train.adapters.quantized import dequantized_source, quantize, quantized_source
-from trainctl.train.checkpoint.content import Checkpoint, RunProgress, newest_valid_checkpoint
+from trainctl.train.checkpoint.content import CheckpointReader, RunProgress, newest_valid_checkpoint
 from trainctl.train.checkpoint.optimizer_state import OptimizerState, WeightAverage
 from trainctl.train.data import PackedDataset, TrainingData, held_out_data
 from trainctl.train.gradients import Gradients, NormHistory, centralize
@@ -224,7 +224,7 @@ def _make_model_part(
     run: RunPaths,
     process: Process,
     mesh: ProcessMesh,
-    checkpoint: Checkpoint | None,
+    checkpoint: CheckpointReader | None,
 ) -> _ModelPart:
     config, device = plan.config, process.device
     model = skeleton(config.model, TORCH_TYPES[number_formats(config.precision).weights])
@@ -306,7 +306,9 @@ def _make_average(plan: RunPlan, state: OptimizerState) -> WeightAverage | None:
     return WeightAverage(state, decay=training.ema_decay, every_steps=every)
 
 
-def _newest_checkpoint(run: RunPaths, process: Process, corpora: Corpora) -> Checkpoint | None:
+def _newest_checkpoint(
+    run: RunPaths, process: Process, corpora: Corpora
+) -> CheckpointReader | None:
     """Return the checkpoint to resume from, if the run has one; on all ranks together.
 
     Raises:
@@ -329,7 +331,7 @@ def _weight_source(
     run: RunPaths,
     process: Process,
     whole: FullModel,
-    checkpoint: Checkpoint | None,
+    checkpoint: CheckpointReader | None,
 ) -> tuple[WeightSource, dict[str, Any], dict[str, list[int]]]:
     """Return the source of the weights; give the whole skeleton the run's adapter.
 

@@ -23,7 +23,7 @@ from trainctl.runs.event_descriptions import describe_document, describe_not_fin
 from trainctl.runs.records import short
 from trainctl.train.callbacks.context import StepState
 from trainctl.train.callbacks.order import Callbacks
-from trainctl.train.checkpoint.content import Checkpoint, newest_valid_checkpoint
+from trainctl.train.checkpoint.content import CheckpointReader, newest_valid_checkpoint
 from trainctl.train.data import BatchPrefetcher
 from trainctl.train.gradients import Norms, clipped_groups, elementwise_change
 from trainctl.train.models.model import fill_buffers
@@ -339,7 +339,7 @@ class Stepper:
             "batches": len(batches),
         }
 
-    def _back_to(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def _back_to(self, checkpoint: CheckpointReader) -> dict[str, Any]:
         """Build the rewind fields of the intervention record."""
         left = self._session.learning_rate.cut
         cut = {} if left == 1.0 else {"lr_factor": left}
@@ -394,7 +394,7 @@ class Stepper:
         )
 
 
-def _rewind(session: Session, checkpoint: Checkpoint) -> None:
+def _rewind(session: Session, checkpoint: CheckpointReader) -> None:
     """Load the weights, optimizer states and loss scale of a checkpoint into the running engine.
 
     A process can create one ZeRO-3 engine in its life, so the existing engine is loaded, whatever

@@ -28,7 +28,7 @@ from trainctl.plans.trainable import (
     trainable,
 )
 from trainctl.runs.files import write_json
-from trainctl.train.checkpoint.content import Checkpoint, write_stream
+from trainctl.train.checkpoint.content import CheckpointReader, write_stream
 from trainctl.train.checkpoint.export import Exported, new_folder
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.models.frozen_base import adapter_of
@@ -60,7 +60,7 @@ def export_adapter(
         TrainctlError: The checkpoint has no adapter (5), PEFT's format has no place for another
             trained tensor, or the folder cannot be written.
     """
-    source = Checkpoint(checkpoint, weights=weights)
+    source = CheckpointReader(checkpoint, weights=weights)
     adapter = low_rank(adapter_of(source.manifest))
     if adapter is None:
         raise TrainctlError(

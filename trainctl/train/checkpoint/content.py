@@ -54,7 +54,7 @@ class RunProgress:
     """Tokens trained on."""
 
 
-class Checkpoint:
+class CheckpointReader:
     """A committed checkpoint, read by ranges.
 
     It is also a weight source, of the master weights or of their average.
@@ -249,7 +249,7 @@ class Checkpoint:
             ) from None
 
 
-def newest_valid_checkpoint(run: RunPaths, process: Process) -> Checkpoint | None:
+def newest_valid_checkpoint(run: RunPaths, process: Process) -> CheckpointReader | None:
     """Return a run's newest checkpoint with intact content; None if the run has no checkpoint.
 
     The first rank lists the folder, so that all ranks read the same checkpoint. Skipped
@@ -289,10 +289,10 @@ def newest_valid_checkpoint(run: RunPaths, process: Process) -> Checkpoint | Non
     if process.is_first:
         for path in damaged:
             checkpoints.quarantine_checkpoint(path)
-    return Checkpoint(chosen, passed_over)
+    return CheckpointReader(chosen, passed_over)
 
 
-def find_weights_checkpoint(path: Path, process: Process) -> Checkpoint | None:
+def find_weights_checkpoint(path: Path, process: Process) -> CheckpointReader | None:
     """Return the checkpoint to take only weights from: the folder itself, or the newest of a run.
 
     A weights-only checkpoint is as good as a full one.
@@ -316,7 +316,7 @@ def find_weights_checkpoint(path: Path, process: Process) -> Checkpoint | None:
         return None
     if problems:
         raise TrainctlError(f"model.initial_weights: {'; '.join(problems)}")
-    return Checkpoint(path)
+    return CheckpointReader(path)
 
 
 def _newest_first(run: RunPaths, *, weights_only: bool = False) -> tuple[list[Path], list[str]]:

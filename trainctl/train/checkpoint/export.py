@@ -33,7 +33,7 @@ from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.files import sync_directory, write_json
 from trainctl.runs.processes import is_alive
 from trainctl.train.adapters.layers import Merged
-from trainctl.train.checkpoint.content import Checkpoint, write_stream
+from trainctl.train.checkpoint.content import CheckpointReader, write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import first_source, prompts_of
 from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
@@ -91,7 +91,7 @@ def export(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     units = list(published_units(model))
     total = sum(_unit_bytes(unit, dtype) for unit in units)
-    saved = Checkpoint(checkpoint, weights=weights)
+    saved = CheckpointReader(checkpoint, weights=weights)
     source = whole_weights(saved, FullModel.of(config.model, model), kept=base_file(checkpoint))
     with new_folder(out, total) as folder:
         done = 0

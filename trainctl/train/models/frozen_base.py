@@ -33,7 +33,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest
 from trainctl.train.adapters.layers import Merged
 from trainctl.train.adapters.quantized import dequantized_source
-from trainctl.train.checkpoint.content import Checkpoint, find_weights_checkpoint
+from trainctl.train.checkpoint.content import CheckpointReader, find_weights_checkpoint
 from trainctl.train.models.weights import SafetensorsWeights, SeedWeights, WeightSource
 
 Shapes = Mapping[str, list[int]]
@@ -138,7 +138,7 @@ def recorded_base(
         raise _base_changed_error(path, "it is gone")
     if facts["kind"] == "checkpoint":
         try:
-            checkpoint = Checkpoint(path)
+            checkpoint = CheckpointReader(path)
         except ValueError as problem:
             raise _base_changed_error(path, str(problem)) from None
         if digest(checkpoint.manifest) != facts["sha256"]:
@@ -155,7 +155,7 @@ def recorded_base(
 
 
 def whole_weights(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointReader,
     whole: FullModel,
     *,
     kept: Path | None = None,
@@ -279,7 +279,7 @@ def _require_unchanged(
             raise _base_changed_error(folder, f"{name} {what}")
 
 
-def _cache_digests(kept: Path, checkpoint: Checkpoint) -> None:
+def _cache_digests(kept: Path, checkpoint: CheckpointReader) -> None:
     """Cache the digests from the manifest of a checkpoint whose files were just verified."""
     folder, files = checkpoint.path, dict[str, list[Any]]()
     with suppress(OSError):  # without the cache the files are hashed once more

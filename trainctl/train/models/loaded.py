@@ -19,7 +19,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import RunPlan
 from trainctl.train.adapters.layers import apply_adapter
-from trainctl.train.checkpoint.content import Checkpoint
+from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import inference
 from trainctl.train.models.frozen_base import FullModel, adapter_of, base_file, whole_weights
@@ -100,7 +100,7 @@ def load(
     is_flash = shape.attention is AttentionKind.flash_attention_2
     if is_flash and place.type == "cuda" and is_flash_attn_2_available():
         model = skeleton(shape, dtype)
-    opened, whole = Checkpoint(checkpoint, weights=weights), FullModel.of(shape, model)
+    opened, whole = CheckpointReader(checkpoint, weights=weights), FullModel.of(shape, model)
     # Merging would round base plus adapter to the narrow format, which training never does.
     is_narrow = dtype is not torch.float32
     merges = not is_narrow or low_rank(adapter_of(opened.manifest)) is None
