@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from trainctl.cli.main import run
+from trainctl.config.catalog import list_recipes
 from trainctl.errors import ExitCode
 
 MODEL = ["model=llama-7b", "hardware=8xh100-80g", "training.sequence_length=4096"]
@@ -68,6 +71,13 @@ def test_a_saved_recipe_validates(batch: list[str], capsys: pytest.CaptureFixtur
     arguments = [*MODEL, *LENGTH, *batch, "optimizer.lr=1e-4", "deepspeed.dump_state=true"]
     assert run(["plan", *arguments, "--write", "recipes/mine.yaml"]) == 0
     assert "trainctl launch recipe=mine" in capsys.readouterr().err
+    comment, summary, *_ = Path("recipes/mine.yaml").read_text().splitlines()
+    schema = Path("recipes") / comment.removeprefix("# yaml-language-server: $schema=")
+    jsonschema.validate(
+        yaml.safe_load(Path("recipes/mine.yaml").read_text()), json.loads(schema.read_text())
+    )
+    (info,) = (each for each in list_recipes() if each.name == "mine")
+    assert info.summary == summary.removeprefix("# ")
     assert run(["validate", "recipe=mine"]) == 0
     assert capsys.readouterr().out == "mine is valid on 8xh100-80g\n"
     assert run(["config", "show", "recipe=mine", "--json"]) == 0

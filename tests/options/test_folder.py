@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trainctl.cli.arguments import TRUST_VARIABLE, environment_trusts_code
 from trainctl.config import registry
 from trainctl.config.overrides import expand_sweep
 from trainctl.config.registry import (
@@ -108,10 +110,23 @@ def test_without_trust_nothing_of_it_runs(trainctl, folder: Path) -> None:
     file.write_text("open('ran', 'w')\n" + file.read_text())
     refused = trainctl("validate", "--config-dir", "own", *CHOSEN, expect=2)
     assert f"{file} is code" in refused.stderr
-    assert "trainctl --trust-code COMMAND" in refused.stderr
+    assert "`--trust-code` runs it" in refused.stderr
+    # Trust is for the folder that --config-dir names, not for the one that the command stands in.
+    (folder / "options").rename(folder.parent / "options")
+    trainctl("validate", "--trust-code", "recipe=tiny", TRAINCTL_TRUST_CODE="1")
     assert not (folder.parent / "ran").exists()
-    behind = trainctl("validate", "--config-dir", "own", "--trust-code", *CHOSEN, expect=2)
-    assert "it stands before the command: trainctl --trust-code validate" in behind.stderr
+
+
+def test_trust_is_given_behind_the_command_or_by_the_environment(trainctl, monkeypatch) -> None:
+    chosen = ("validate", "--config-dir", "own", *CHOSEN)
+    trainctl(*chosen, "--trust-code")
+    trainctl(*chosen, TRAINCTL_TRUST_CODE="1")
+    for value, trusts in {"True": True, "1": True, "": False, "0": False, "False": False}.items():
+        monkeypatch.setenv(TRUST_VARIABLE, value)
+        assert environment_trusts_code() is trusts
+    monkeypatch.setenv(TRUST_VARIABLE, "yes")
+    with pytest.raises(TrainctlError, match="TRAINCTL_TRUST_CODE=yes is neither 1 nor 0"):
+        environment_trusts_code()
 
 
 def test_it_is_listed_and_its_keys_are_checked(trainctl) -> None:
@@ -121,6 +136,24 @@ def test_it_is_listed_and_its_keys_are_checked(trainctl) -> None:
     assert "did you mean optimizer=signum?" in wrong.stderr
     foreign = trainctl(*trust, "optimizer=signum", "optimizer.beta1=0.9", expect=2)
     assert "there is no key optimizer.beta1 with optimizer.kind=signum" in foreign.stderr
+
+
+def test_its_keys_are_in_the_schemas_for_editors(trainctl, folder: Path) -> None:
+    own = ("config", "schema", "--config-dir", "own")
+    assert "signum.py is code" in trainctl(*own, expect=2).stderr
+    shown = json.loads(trainctl(*own, "optimizer", "--trust-code").stdout)
+    assert shown["properties"]["smoothing"]["default"] == 0.9
+    written = trainctl(*own, "--write", "--trust-code").stderr
+    schemas = {path.name: json.loads(path.read_text()) for path in folder.glob(".trainctl/*")}
+    assert sorted(schemas) == ["optimizer.schema.json", "recipe.schema.json"]
+    assert all(name in written for name in schemas)
+    assert "smoothing" in schemas["optimizer.schema.json"]["properties"]
+    recipe = schemas["recipe.schema.json"]["properties"]
+    assert "smoothing" in recipe["optimizer"]["properties"]
+    chosen = recipe["defaults"]["items"]["anyOf"][2]["properties"]["override /optimizer"]
+    assert "signum" in chosen["anyOf"][0]["enum"]
+    refused = trainctl("config", "schema", "optimizer", "--write", expect=2).stderr
+    assert "--write takes neither a group nor --deepspeed" in refused
 
 
 def test_it_is_completed(trainctl) -> None:

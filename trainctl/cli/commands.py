@@ -5,6 +5,7 @@ So `--help` and completion stay fast, and a command's module imports what it nee
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -109,7 +110,10 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Resolve the command that the arguments begin with, and import it."""
         name, _, rest = super().resolve_command(ctx, args)
-        return name, import_command(name) if name else None, rest
+        command = import_command(name) if name else None
+        if command is not None:
+            _accept_trust(command, next(each for each in self.params if each.name == "trust_code"))
+        return name, command, rest
 
 
 def import_command(name: str) -> Any:
@@ -125,6 +129,22 @@ def import_command(name: str) -> Any:
     _join_lines(command)
     _refuse_addresses(command)
     return command
+
+
+def _accept_trust(command: Any, option: Any) -> None:
+    """Give every command that has `--config-dir` the root's option `--trust-code` too."""
+    for part in getattr(command, "commands", {}).values():
+        _accept_trust(part, option)
+    if any(each.name == "config_dir" for each in command.params):
+        own = copy(option)
+        own.expose_value, own.is_eager, own.callback = False, True, _trust_code
+        command.params.append(own)
+
+
+def _trust_code(context: Any, parameter: Any, value: bool) -> None:
+    """Set `--trust-code` for the whole command line, before `--config-dir` is looked at."""
+    if value:
+        context.find_root().params["trust_code"] = True
 
 
 def _refuse_addresses(command: Any) -> None:

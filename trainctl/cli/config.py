@@ -21,6 +21,7 @@ from trainctl.cli.arguments import (
 from trainctl.cli.complete import complete_key
 from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
 from trainctl.config.codec import to_plain
+from trainctl.config.editor import write_schemas
 from trainctl.config.json_file import read_json
 from trainctl.config.json_schema import option_schema, recipe_schema
 from trainctl.config.store import dump_config
@@ -218,14 +219,28 @@ def schema(
     deepspeed: Annotated[
         bool, typer.Option("--deepspeed", help="Of DeepSpeed's own JSON instead.")
     ] = False,
+    config_dir: ConfigDir = None,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="Write the schemas of --config-dir (or this folder) into its .trainctl/.",
+        ),
+    ] = False,
 ) -> None:
     """Print a JSON Schema, for an editor that completes and checks YAML or JSON.
 
-    Example: trainctl config schema > recipe.schema.json
+    Examples: trainctl config schema > recipe.schema.json; trainctl config schema --write
     """
+    if write:
+        if deepspeed or group is not None:
+            raise TrainctlError("--write takes neither a group nor --deepspeed")
+        for path in write_schemas(config_dir or Path.cwd()):
+            print_message(f"wrote {path}", style="good")
+        return
     if deepspeed:
         if group is not None:
             raise TrainctlError("--deepspeed takes no group")
         print_json(deepspeed_schema())
         return
-    print_json(recipe_schema() if group is None else option_schema(group))
+    print_json(recipe_schema(config_dir) if group is None else option_schema(group))

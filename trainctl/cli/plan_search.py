@@ -19,6 +19,7 @@ from trainctl.cli.console import (
 )
 from trainctl.cli.plan_view import layout_words
 from trainctl.config.compose import Composed, compose
+from trainctl.config.editor import link_recipe
 from trainctl.config.overrides import ALIASES
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
@@ -122,7 +123,7 @@ def plan(
         print_message(f"wrote {plot}", style="good")
     if write is not None:
         text = plan_recipe(composed, result.found[0], _recipe_comment(result.found[0], show))
-        write.write_text(text + "\n", encoding="utf-8")
+        write.write_text(link_recipe(write, config_dir) + text + "\n", encoding="utf-8")
         print_message(f"saved {write}; start it with: {_launch_command(write, config_dir)}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import list_options, list_recipes
@@ -24,10 +25,14 @@ SET_BY_LAUNCH = ("recipe",)
 """Keys that a recipe cannot set."""
 
 
-def recipe_schema() -> dict[str, Any]:
-    """Return the schema of a recipe: what it extends, the options it chooses, the keys it sets."""
+def recipe_schema(config_dir: Path | None = None) -> dict[str, Any]:
+    """Return the schema of a recipe: what it extends, the options it chooses, the keys it sets.
+
+    Args:
+        config_dir: The user's folder, whose recipes and options it lists too.
+    """
     hints = get_type_hints(RunConfig)
-    properties: dict[str, Any] = {"defaults": _defaults_list_schema()}
+    properties: dict[str, Any] = {"defaults": _defaults_list_schema(config_dir)}
     for item in fields(RunConfig):
         if item.name in SET_BY_LAUNCH:
             continue
@@ -183,14 +188,14 @@ def _json_types_of_hint(hint: Any, limits: Any) -> list[dict[str, Any]]:
     return accepted
 
 
-def _defaults_list_schema() -> dict[str, Any]:
+def _defaults_list_schema(config_dir: Path | None) -> dict[str, Any]:
     """Return the schema of a defaults list.
 
     A line is a recipe's name, `_self_`, or `override /GROUP: OPTION`.
     """
     choices: dict[str, Any] = {}
     for group in GROUPS:
-        names = [info.name for info in list_options(group)]
+        names = [info.name for info in list_options(group, config_dir)]
         known: list[Any] = [*names, *(int(name) for name in names if name.isdigit())]
         choice = {
             "description": f"An option of {group}.",
@@ -198,10 +203,13 @@ def _defaults_list_schema() -> dict[str, Any]:
         }
         choices |= {f"override /{group}": choice, group: choice}
     for group in LIST_GROUPS:
-        known = [{"enum": [info.name for info in list_options(group)]}, {"type": "string"}]
+        known = [
+            {"enum": [info.name for info in list_options(group, config_dir)]},
+            {"type": "string"},
+        ]
         listed = {"description": f"Options of {group}.", "type": "array", "items": {"anyOf": known}}
         choices |= {f"override /{group}": listed, group: listed}
-    starts = ["base", *(info.name for info in list_recipes()), "_self_"]
+    starts = ["base", *(info.name for info in list_recipes(config_dir)), "_self_"]
     return {
         "description": "What the recipe starts from, then the options that it chooses.",
         "type": "array",

@@ -16,6 +16,8 @@ from trainctl.config.suggest import first_line
 from trainctl.errors import Finding
 
 UNREADABLE = "TC105"
+SCHEMA_COMMENT = "# yaml-language-server: $schema="
+"""Beginning of a comment that names an editor's JSON Schema; it is no part of a description."""
 MOST_BYTES = 4 << 20
 MOST_NODES = 20_000
 """Maximum nodes of an option or a recipe; the largest shipped file has some hundreds."""
@@ -59,6 +61,8 @@ def leading_comment(path: Path) -> list[str]:
     for line in lines:
         if not line.startswith("#"):
             break
+        if line.startswith(SCHEMA_COMMENT):
+            continue
         comment.append(line.lstrip("#").strip())
     return comment
 
