@@ -28,7 +28,7 @@ def test_without_the_harness_its_extra_is_named(
     monkeypatch.setattr(offline, "find_spec", hidden)
     assert command(["evaluate", "nowhere", "--tasks", "arc_easy"]) == ExitCode.environment
     said = capfd.readouterr().err
-    assert "a package that is missing (lm_eval)" in said and "'trainctl[tasks]'" in said
+    assert "a package that is missing (lm_eval)" in said and "'trainctl[eval]'" in said
 
 
 def test_a_task_that_there_is_none_of_is_refused_with_the_nearest() -> None:

@@ -96,6 +96,41 @@ def test_every_rule_of_the_machine_has_one_place() -> None:
 # ---------------------------------------------------------------- packages
 
 
+def test_extras_that_a_plan_needs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(packages.extras_are_installed(config(), CPU)) == []
+    gone = {"liger_kernel", "bitsandbytes", "gcsfs", "wandb"}
+    monkeypatch.setattr(
+        packages, "find_spec", lambda name: None if name in gone else find_spec("csv")
+    )
+    chosen = config(
+        "adapter=lora",
+        "adapter.base_weights=nf4",
+        "kernels.liger=true",
+        "optimizer=adamw_8bit",
+        "callbacks=[task_evaluation]",
+        "logging.to=[csv,wandb]",
+        "data=files",
+        "data.paths=[gs://bucket/*.jsonl.zst,file:///there/*.txt]",
+    )
+    found = list(packages.extras_are_installed(chosen, CPU))
+    facts = [each.partition(" ")[0] for each in found if isinstance(each, str)]
+    assert facts == ["data", "eval", "finetune", "fp8", "gcs", "liger", "wandb"]
+    assert "gcs (gcsfs missing)" in found
+    assert {each.key: each.hint for each in found if isinstance(each, Finding)} == {
+        "adapter.base_weights": "adapter.base_weights=compute, or pip install 'trainctl[finetune]'",
+        "data.paths": "pip install 'trainctl[gcs]'",
+        "kernels.liger": "kernels.liger=false, or pip install 'trainctl[liger]'",
+    }  # wandb has a check of its own
+
+
+def test_a_source_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    chosen = config("data.sources={rows: {kind: parquet, paths: [a.parquet], weight: 1}}")
+    finding = only(packages.extras_are_installed(chosen, CPU))
+    assert finding.message.startswith("data.sources.rows.kind=parquet needs pyarrow")
+    assert finding.hint == "pip install 'trainctl[data]'"
+
+
 def test_what_a_logger_imports_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = config("logging.to=[csv,wandb]")
     monkeypatch.setattr(logger, "find_spec", lambda module: find_spec("csv"))

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainctl.config.extras import install_command
 from trainctl.errors import ExitCode, TrainctlError, describe_exception
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class Spec:
     """Function that builds the option's object; may be empty. A `module:function` is imported when
     it is called, so the spec does not import what the function needs.
     """
-    extra: str = ""
-    """Extra of trainctl's package that installs what `build` needs."""
+    modules: tuple[str, ...] = ()
+    """Modules that it imports besides those that trainctl requires; checked before a launch."""
 
 
 @cache
@@ -301,7 +302,7 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
         return getattr(importlib.import_module(module), name)
     except ImportError as missing:
         chosen = kind if group in WITHOUT_A_SECTION else f"{kind_key(group)}={kind}"
-        what = f"pip install 'trainctl[{spec.extra}]'" if spec.extra else "install it"
+        what = install_command(*spec.modules) if spec.modules else "install it"
         raise TrainctlError(
             f"{group}.{chosen} needs a package that is missing ({missing})",
             hint=f"{what}, or choose another {group}",

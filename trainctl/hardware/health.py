@@ -19,6 +19,7 @@ Check = Callable[[RunConfig, Hardware], Iterable[str | Finding]]
 
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("packages", packages.requirements_are_met),
+    ("extras", packages.extras_are_installed),
     ("loggers", packages.loggers_are_installed),
     ("bytecode", packages.bytecode_is_cached),
     ("torch", packages.torch_matches_the_device),

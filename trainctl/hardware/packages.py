@@ -9,13 +9,15 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import metadata
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
+from typing import Any
 
-from trainctl.config.registry import load_spec
+from trainctl.config.extras import extra_of, install_command
+from trainctl.config.registry import kind_key, kind_of, load_spec, unit_groups
 from trainctl.config.schema import (
     Accelerator,
     AttentionKind,
@@ -23,10 +25,12 @@ from trainctl.config.schema import (
     CrossEntropyKind,
     RunConfig,
 )
+from trainctl.config.sections import callbacks_of
 from trainctl.errors import Finding
 from trainctl.hardware.detect import driver_cuda_version
 from trainctl.hardware.facts import Hardware, error_finding, warning_finding
 from trainctl.options.adapter import low_rank
+from trainctl.options.data import modules_of_source
 from trainctl.options.logger import missing_modules_finding, python_of
 
 CHECKED_PACKAGES = ("trainctl", "deepspeed", "transformers", "accelerate")
@@ -99,6 +103,61 @@ def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
     if found and not any(found):
         yield ", ".join(config.logging.to)
     yield from filter(None, found)
+
+
+def extras_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """Find packages of trainctl's extras that the plan needs and that are missing; import none.
+
+    A fact names an extra and its packages, those of loggers included.
+    """
+    extras: dict[str, dict[str, str]] = {}
+    for key, value, modules, instead in _optional_modules(config):
+        lacking = [module for module in modules if find_spec(module) is None]
+        for module in modules:
+            state = "missing" if module in lacking else package_version(module) or "installed"
+            extras.setdefault(extra_of(module) or "no extra", {})[module] = state
+        if lacking and key != "logging.to":  # which has a check of its own
+            yield error_finding(
+                "TC124",
+                key,
+                f"{key}={value} needs {', '.join(lacking)}, which is not installed here",
+                f"{instead}, or {install_command(*lacking)}"
+                if instead
+                else install_command(*lacking),
+            )
+    for name, states in sorted(extras.items()):
+        yield f"{name} ({', '.join(f'{module} {state}' for module, state in states.items())})"
+
+
+def _optional_modules(config: RunConfig) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    """Yield keys with their values, the modules that each needs, and a value that needs none."""
+    liger, bitsandbytes = ("liger_kernel",), ("bitsandbytes",)
+    if config.kernels.liger:
+        yield "kernels.liger", "true", liger, "kernels.liger=false"
+    if config.kernels.cross_entropy is CrossEntropyKind.liger_fused:
+        yield "kernels.cross_entropy", "liger_fused", liger, "kernels.cross_entropy=chunked"
+    adapter = low_rank(config.adapter)
+    if adapter is not None and adapter.is_quantized:
+        kind = adapter.base_weights.value
+        yield "adapter.base_weights", kind, bitsandbytes, "adapter.base_weights=compute"
+    for group in set(unit_groups()) - {"data"}:
+        section = getattr(config, group)
+        spec = load_spec(group, kind_of(section))
+        if spec.modules:
+            yield f"{group}.{kind_key(group)}", spec.name, spec.modules, ""
+    for group, key, names in (
+        ("callbacks", "callbacks", callbacks_of(config)),
+        ("logger", "logging.to", config.logging.to),
+    ):
+        for name in names:
+            spec = load_spec(group, name)
+            if spec.modules and (group != "logger" or python_of(name, config) == sys.executable):
+                yield key, name, spec.modules, ""
+    sources: Mapping[str, Any] = config.data.sources or {"": config.data}
+    for name, source in sources.items():
+        place = f"data.sources.{name}" if name else "data"
+        for key, value, modules in modules_of_source(source):
+            yield f"{place}.{key}", value, modules, ""
 
 
 def bytecode_is_cached(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
@@ -221,18 +280,6 @@ def _missing_packages(config: RunConfig, hardware: Hardware) -> Iterator[tuple[s
     if config.model.attention is flash and find_spec("flash_attn") is None:
         hint = "model.attention=sdpa, which has torch's own FlashAttention, or install flash-attn"
         yield "model.attention", flash.value, "the package flash-attn", hint
-    if find_spec("liger_kernel") is None:
-        if kernels.liger:
-            hint = "kernels.liger=false, or pip install 'trainctl[liger]'"
-            yield "kernels.liger", "true", "the package liger-kernel", hint
-        if kernels.cross_entropy is CrossEntropyKind.liger_fused:
-            hint = "kernels.cross_entropy=chunked, or pip install 'trainctl[liger]'"
-            yield "kernels.cross_entropy", "liger_fused", "the package liger-kernel", hint
-    adapter = low_rank(config.adapter)
-    if adapter is not None and adapter.is_quantized and find_spec("bitsandbytes") is None:
-        hint = "adapter.base_weights=compute, or pip install 'trainctl[qlora]'"
-        kind = adapter.base_weights.value
-        yield "adapter.base_weights", kind, "the package bitsandbytes", hint
     if kernels.compile is CompileKind.none:
         return
     if hardware.accelerator is Accelerator.cpu:

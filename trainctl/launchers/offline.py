@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.extras import install_command
 from trainctl.config.store import load_config
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
@@ -128,7 +129,7 @@ def require_harness() -> None:
     if find_spec("lm_eval") is None:
         raise TrainctlError(
             "--tasks needs a package that is missing (lm_eval)",
-            hint="pip install 'trainctl[tasks]'",
+            hint=install_command("lm_eval"),
             exit_code=ExitCode.environment,
         )
 

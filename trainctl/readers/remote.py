@@ -16,9 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
+from trainctl.config.extras import extra_of, install_command
 from trainctl.config.secrets import redact_text
 from trainctl.errors import ExitCode, TrainctlError
 
@@ -30,7 +32,6 @@ READ_TIMEOUT_SECONDS = 60.0
 """Seconds without data after which an attempt over HTTP or S3 fails."""
 _READ_BYTES = 1 << 20
 """Minimum bytes per request."""
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
 _FINAL = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Errors that are not retried."""
 _OF_THE_URL = (
@@ -314,11 +315,23 @@ def _unreadable_error(url: str, why: str, after: str) -> TrainctlError:
     )
 
 
-def _missing_package_error(url: str, error: ImportError) -> TrainctlError:
+def modules_of_url(url: str) -> tuple[str, ...]:
+    """Return the modules that reading a URL needs, besides those that trainctl requires."""
     protocol = url.partition("://")[0]
+    if protocol in ("http", "https"):
+        return "fsspec", "aiohttp"
+    if find_spec("fsspec") is None:
+        return ("fsspec",)
+    from fsspec.registry import known_implementations
+
+    module = known_implementations.get(protocol, {}).get("class", "fsspec").partition(".")[0]
+    return ("fsspec",) if extra_of(module) is None else (module,)
+
+
+def _missing_package_error(url: str, error: ImportError) -> TrainctlError:
     return TrainctlError(
         redact_text(f"{url} needs a package that is missing ({error})"),
-        hint=f"pip install 'trainctl[{_EXTRAS.get(protocol, 'data')}]'",
+        hint=install_command(*modules_of_url(url)),
         exit_code=ExitCode.environment,
     )
 
@@ -368,12 +381,11 @@ def _listed_version(entry: dict[str, Any]) -> str:
     return ""
 
 
-def import_optional(module: str, what: str, extra: str = "data") -> Any:
+def import_optional(module: str, what: str) -> Any:
     """Import a module of a package that trainctl's base installation does not include.
 
     Args:
         what: Subject of the error message, such as ``reading Parquet``.
-        extra: Extra of trainctl that installs the package.
 
     Raises:
         TrainctlError: It is not installed (exit code 4).
@@ -383,6 +395,6 @@ def import_optional(module: str, what: str, extra: str = "data") -> Any:
     except ImportError as missing:
         raise TrainctlError(
             f"{what} needs a package that is missing ({missing})",
-            hint=f"pip install 'trainctl[{extra}]'",
+            hint=install_command(module),
             exit_code=ExitCode.environment,
         ) from None

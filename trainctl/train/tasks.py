@@ -1,4 +1,4 @@
-"""Published tasks by EleutherAI's lm-eval (the extra `tasks`), on an exported model.
+"""Published tasks by EleutherAI's lm-eval (the extra `eval`), on an exported model.
 
 Its `TaskManager`, `HFLM` and `simple_evaluate` do the work; this module holds the request, reports
 progress and turns the results into rows. Code that comes with a model or a data set is not run.

@@ -54,6 +54,7 @@ SPEC = CallbackSpec(
     name=_NAME,
     keys=TaskEvaluationConfig,
     build="trainctl.train.callbacks.task_evaluation:TaskEvaluation",
+    modules=("lm_eval",),
     collectives=True,
     limits=(
         only_value("parallelism.pipeline", 1, "needs the whole model in one call"),

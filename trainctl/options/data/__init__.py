@@ -7,16 +7,17 @@ are the same for all sources and independent of their kind.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import Spec, load_spec, section_class
 from trainctl.config.schema import DataConfig, DataFromPaths, SourceConfig
+from trainctl.config.secrets import redact_text
 from trainctl.readers.check import FileProblem
 from trainctl.readers.files import Choose
-from trainctl.readers.remote import File
+from trainctl.readers.remote import File, is_url, modules_of_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,20 @@ def read_section(plain: Mapping[str, Any]) -> DataConfig:
     """
     own = {item.name for item in fields(section_class("data", plain["kind"]))}
     return from_plain(DataConfig, {key: value for key, value in plain.items() if key in own})
+
+
+def modules_of_source(section: DataConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield the keys of a source, with their values, that need modules of an extra."""
+    spec = spec_of(section)
+    if spec.modules:
+        yield "kind", spec.name, spec.modules
+    url = getattr(section, "url", None)
+    places = [("paths", path) for path in getattr(section, "paths", [])]
+    for key, place in [*places, *([("url", url)] if url else [])]:
+        if is_url(place) and not place.startswith("file://"):
+            yield key, redact_text(place), modules_of_url(place)
+        if place.endswith(".zst"):
+            yield key, redact_text(place), ("zstandard",)
 
 
 def document_identity(section: DataConfig) -> str:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from trainctl.config.extras import install_command
 from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding
@@ -118,8 +119,6 @@ class Logger(Spec):
 
     keys: type = LoggerConfig
     """Dataclass of the logger's own keys."""
-    modules: tuple[str, ...] = ()
-    """Modules that it imports besides the standard library; checked before a launch."""
 
 
 def python_of(name: str, config: RunConfig) -> str:
@@ -152,13 +151,12 @@ def missing_modules_finding(spec: Logger, python: str = sys.executable) -> Findi
             "logging.to",
             exit_code=ExitCode.environment,
         )
-    what = f"trainctl[{spec.extra}]" if spec.extra else " ".join(lacking)
     return Finding(
         rule="TC124",
         key="logging.to",
         message=f"the logger {spec.name} needs {', '.join(lacking)}, which is not installed here",
-        hint=f"pip install '{what}', or leave it out of logging.to; or name another environment's "
-        "Python in logging.python",
+        hint=f"{install_command(*lacking)}, or leave it out of logging.to; or name another "
+        "environment's Python in logging.python",
         exit_code=ExitCode.environment,
     )
 

@@ -159,6 +159,5 @@ SPEC = Logger(
     name="mlflow",
     keys=MlflowConfig,
     build=build,
-    extra="mlflow",
     modules=("mlflow",),
 )

@@ -100,6 +100,5 @@ SPEC = Logger(
     name="trackio",
     keys=TrackioConfig,
     build=build,
-    extra="trackio",
     modules=("trackio",),
 )

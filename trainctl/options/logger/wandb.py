@@ -186,6 +186,5 @@ SPEC = Logger(
     name="wandb",
     keys=WandbConfig,
     build=build,
-    extra="wandb",
     modules=("wandb",),
 )

@@ -19,7 +19,7 @@ SPEC = Optimizer(
     name="adamw_8bit",
     keys=WithMoments,
     build="trainctl.train.optimizers.adamw_8bit:build",
-    extra="fp8",
+    modules=("torchao",),
     needs="the block of 256",
     states=("exp_avg.codes", "exp_avg_sq.codes"),
     # One byte for the code, and an fp32 scale for each block of 256.

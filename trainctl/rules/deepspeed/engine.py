@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from trainctl.config.extras import install_command
 from trainctl.config.schema import ModelConfig
 from trainctl.plans.derive import choices, nearest_divisors
 from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, outside
@@ -267,7 +268,7 @@ def monitors_are_installed(case: Case) -> Iterator[Problem]:
         if case.get(f"{section}.enabled") and find_spec(package) is None:
             yield Problem(
                 f"{section}.enabled needs the package {package}, which is not installed here",
-                f"pip install {package}, or {section}.enabled=false",
+                f"{install_command(package)}, or {section}.enabled=false",
                 key=f"{section}.enabled",
             )
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainctl.config.extras import install_command
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import BaseWeights, LowRank, low_rank
@@ -353,7 +354,7 @@ def codec_of(kind: BaseWeights, layer: LinearLayer) -> Codec:
     if find_spec("bitsandbytes") is None:
         raise TrainctlError(
             f"adapter.base_weights={kind.value} needs a package that is missing (bitsandbytes)",
-            hint="pip install 'trainctl[qlora]'",
+            hint=install_command("bitsandbytes"),
             exit_code=ExitCode.environment,
         )
     return _CODECS[kind](kind, layer)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.config.extras import install_command
 from trainctl.config.schema import CompileKind
 from trainctl.config.suggest import first_line
 from trainctl.errors import ExitCode, TrainctlError
@@ -99,7 +100,7 @@ class TaskEvaluation(Callback):
     def _prepare(self, context: Context) -> None:
         """Read the tasks and their data, and make the model that lm-eval asks."""
         if find_spec("lm_eval") is None:
-            raise TrainctlError("lm_eval is not installed: pip install 'trainctl[tasks]'")
+            raise TrainctlError(f"lm_eval is not installed: {install_command('lm_eval')}")
         self._manager = manager_of(self._asked)
         for name, task in self._manager.load(list(self._keys.tasks))["tasks"].items():
             if task.get_config("output_type") == "generate_until":

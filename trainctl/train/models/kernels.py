@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.config.extras import install_command
 from trainctl.config.schema import CompileKind, KernelsConfig, PrecisionConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.precision import is_emulated
@@ -147,7 +148,7 @@ def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
     except ImportError as error:
         raise TrainctlError(
             f"precision.compute=fp8 needs the package torchao ({error})",
-            hint="pip install 'trainctl[fp8]', or precision=bf16",
+            hint=f"{install_command('torchao')}, or precision=bf16",
             exit_code=ExitCode.environment,
         ) from None
     config = Float8LinearConfig(emulate=is_emulated(precision))
