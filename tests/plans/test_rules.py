@@ -1425,10 +1425,22 @@ ERRORS = [
     ),
     (
         "TC059",
-        {"optimizer__kind": "muon", "parallelism__tensor": 2},
+        {"optimizer__kind": "adamw_8bit", "parallelism__tensor": 2},
         gpus(),
-        "orthogonalising a shard is another update",
+        "its blocks of 256 would be others",
         "parallelism.tensor=1, or optimizer=adamw",
+    ),
+    (
+        "TC059",
+        {
+            "optimizer__kind": "lamb",
+            "parallelism__tensor": 2,
+            "zero_stage__stage": 3,
+            "model__vocab_size": 50257,
+        },
+        gpus(),
+        "unequal shares of the vocabulary",
+        "zero_stage=2, or model.vocab_size=50258",
     ),
     (
         "TC059",

@@ -171,10 +171,22 @@ class ProcessMesh:
     """Neighbours on the data axis, each with different experts of every layer."""
     expert_replicas: Axis
     """Ranks of `replicas` that hold the same experts."""
+    timeout: timedelta
+    """Time limit of a collective."""
 
     @property
     def is_data_only(self) -> bool:
         return self.replicas.size == self.data.size and self._world_size == self.data.size
+
+    def join_stage(self) -> Axis:
+        """Return all ranks with the same blocks, replica by replica; all ranks call it together."""
+        tensor, replicas = self.tensor, self.replicas
+        if 1 in (tensor.size, replicas.size):
+            return replicas if tensor.size == 1 else tensor
+        firsts = (rank - tensor.index for rank in replicas.ranks)
+        ranks = tuple(first + index for first in firsts for index in range(tensor.size))
+        group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+        return Axis(replicas.index * tensor.size + tensor.index, ranks, group)
 
     @property
     def _world_size(self) -> int:
@@ -209,4 +221,5 @@ def join_mesh(shape: Mesh, rank: int, timeout: timedelta) -> ProcessMesh:
         replicas=replicas,
         expert=axis(split[pipeline, copy, :, sequence, tensor]),
         expert_replicas=replicas if shape.expert == 1 else axis(same_experts),
+        timeout=timeout,
     )

@@ -43,6 +43,24 @@ class Shard:
         """Return the shard that is the whole parameter of this shape."""
         return cls(shape.numel(), 0, shape.numel())
 
+    def rows_and_columns(
+        self, shape: torch.Size, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the indices of the rows and of the columns whose elements make up the shard.
+
+        The rows are those of the parameter viewed as one matrix: a vector is one row, and stacked
+        matrices follow each other.
+        """
+        width = shape[-1]
+        rows = torch.arange(shape.numel() // width, device=device)
+        columns = torch.arange(width, device=device)
+        if self.row > width:
+            start, stop = self.start // width, self.stop // width
+            rows = rows.view(-1, self.row // width)[:, start:stop].flatten()
+        else:
+            columns = columns.view(-1, self.row)[:, self.start : self.stop].flatten()
+        return rows, columns
+
     @classmethod
     def split(
         cls, shape: torch.Size, *, dim: int, index: int, count: int, fused: int = 1

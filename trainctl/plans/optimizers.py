@@ -65,6 +65,14 @@ def refused_settings(config: RunConfig) -> Iterator[Refusal]:
     if config.parallelism.tensor > 1 and not can.tensor:
         size = config.parallelism.tensor
         yield Refusal("parallelism.tensor", size, can.why_not["tensor"], "parallelism.tensor=1")
+    tensor, tokens = config.parallelism.tensor, config.model.vocab_size
+    if stage == 3 and tokens % tensor and not (can.is_elementwise or can.has_matrix_rule):
+        why = (
+            f"tensor ranks with unequal shares of the vocabulary (model.vocab_size={tokens}) cut "
+            "sub-groups at other parameters, whose sums would not meet"
+        )
+        even = tokens + -tokens % tensor
+        yield Refusal("zero_stage.stage", stage, why, f"zero_stage=2, or model.vocab_size={even}")
     for name in ("master_weights", "optimizer_states"):
         kept = getattr(config.precision, name)
         if kept is not DataType.fp32 and not can.low_precision_states:

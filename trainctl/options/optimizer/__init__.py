@@ -5,7 +5,7 @@ pieces. A rule on whole matrices (Muon, Adafactor), whole tensors (LAMB) or bloc
 AdamW) would silently compute something else, as DeepSpeed's and torch's implementations do. So
 those four are trainctl's own (`trainctl.train.optimizers`): they know which piece of which
 parameter they hold, and get what they lack from the other ranks. Results are the same at every ZeRO
-stage.
+stage and, but for 8-bit AdamW, over tensor ranks.
 """
 
 from __future__ import annotations
@@ -234,7 +234,6 @@ EVERYWHERE = (*HOST, OffloadDevice.nvme)
 NO_HOST_KERNEL = "DeepSpeed has no kernel that updates its states in host memory"
 NO_SWAP = "DeepSpeed's swapper holds the four tensors of Adam"
 ROUNDED = "a momentum in bf16 drops what a step adds to it"
-CUT = "a tensor rank has only a shard of a matrix"
 
 
 def parameters(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from trainctl.config.schema import OptimizerConfig
 from trainctl.config.schema.option import option
 from trainctl.options.optimizer import (
-    CUT,
     NO_HOST_KERNEL,
     NO_SWAP,
     Optimizer,
@@ -31,11 +30,9 @@ SPEC = Optimizer(
     needs="the matrix",
     states=(),
     has_factored_states=True,
-    tensor=False,
     why_not={
         "cpu": NO_HOST_KERNEL,
         "nvme": NO_SWAP,
-        "tensor": f"{CUT}, and the second moment's rows and columns would be a shard's",
         "states": "its states are rows and columns, in fp32",
     },
     # The step, a parameter's second moment, and two fp64 copies of its step for the norm.

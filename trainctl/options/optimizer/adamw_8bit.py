@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from trainctl.options.optimizer import (
-    CUT,
     NO_HOST_KERNEL,
     NO_SWAP,
     Optimizer,
@@ -30,7 +29,7 @@ SPEC = Optimizer(
     why_not={
         "cpu": NO_HOST_KERNEL,
         "nvme": NO_SWAP,
-        "tensor": f"{CUT}, and its blocks of 256 would be others",
+        "tensor": "a tensor rank has a shard of a matrix, and its blocks of 256 would be others",
         "states": "its states have 8 bits already",
     },
     # fp32 moments of the elements before and after, the step, and 64-bit indices of the codes.

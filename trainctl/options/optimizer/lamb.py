@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from trainctl.options.optimizer import (
     ADAM,
-    CUT,
     NO_HOST_KERNEL,
     NO_SWAP,
     ROUNDED,
@@ -20,14 +19,12 @@ SPEC = Optimizer(
     build="trainctl.train.optimizers.lion_lamb:build_lamb",
     needs="the tensor",
     states=("exp_avg", "exp_avg_sq"),
-    tensor=False,
     has_cpu_kernel=False,
     host_operator="",
     device_operator="fused_lamb",
     why_not={
         "cpu": NO_HOST_KERNEL,
         "nvme": NO_SWAP,
-        "tensor": f"{CUT}, and the trust ratio would be a shard's",
         "states": ROUNDED,
     },
     # The step, made from the corrected first moment; norms are taken of fp64 copies.

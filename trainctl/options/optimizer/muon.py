@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from trainctl.config.schema.option import option
 from trainctl.options.optimizer import (
-    CUT,
     NO_SWAP,
     ROUNDED,
     Maker,
@@ -43,12 +42,10 @@ SPEC = Optimizer(
     states=("exp_avg", "exp_avg_sq"),
     matrix_states=("momentum_buffer",),
     matrix_lr="matrix_lr",
-    tensor=False,
     fused_by=Maker.torch,
     why_not={
         "cpu": "whole matrices are orthogonalised on the device",
         "nvme": NO_SWAP,
-        "tensor": f"{CUT}, and orthogonalising a shard is another update",
         "states": ROUNDED,
     },
     # Directions in fp32. For one matrix also five 16-bit copies: the iterate, the next iterate, the

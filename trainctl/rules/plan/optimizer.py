@@ -27,12 +27,12 @@ from trainctl.rules.plan.draft import Draft, on_json, values_outside_limits
 from trainctl.rules.rule import Problem, rule, warning_problem
 
 
-@rule("TC059", "*", example="recipe=tiny optimizer=muon parallelism.tensor=2")
+@rule("TC059", "*", example="recipe=tiny optimizer=adamw_8bit parallelism.tensor=2")
 def optimizer_fits_the_layout(draft: Draft) -> Iterator[Problem]:
     """The optimizer supports the ZeRO stage, offload, shards and state format of the plan.
 
-    Each optimizer has a table of what it allows. Muon orthogonalises whole matrices, so a shard of
-    one is another update; 8-bit states have no kernel on the host.
+    Each optimizer has a table of what it allows. 8-bit AdamW scales blocks of 256 elements, which
+    are others in a shard of a matrix; its states have no kernel on the host.
 
     Fix: Use the option that the message names, or optimizer=adamw, which goes with everything.
     """

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainctl.config.schema import OptimizerConfig
+from trainctl.engines.process import Axis
 from trainctl.engines.protocol import Engine
 from trainctl.engines.shards import Fragment
 from trainctl.options.optimizer import spec_of
@@ -54,8 +55,13 @@ class OptimizerState:
         self._averages: list[torch.Tensor] = []
         self.is_swapped = any(map(self._states.is_swapped, range(len(self.tensors))))
         if isinstance(self.optimizer, PartitionedOptimizer):
-            replicas = engine.mesh.replicas if self._states.are_partitioned else None
-            self.optimizer.bind(self._parts(), replicas)
+            mesh, replicas, holders = engine.mesh, None, None
+            tensor = mesh.tensor if mesh.tensor.size > 1 else None
+            if self._states.are_partitioned:
+                replicas = mesh.replicas
+            if tensor is not None:
+                holders = mesh.join_stage() if replicas else tensor
+            self.optimizer.bind(self._parts(tensor), replicas, tensor, holders)
 
     def keep_average(self) -> None:
         """Keep an average of the master weights from now on: one more state of each tensor."""
@@ -144,8 +150,12 @@ class OptimizerState:
             **{name: torch.zeros_like(tensor, dtype=kind).detach() for name, kind in kinds.items()},
         }
 
-    def _parts(self) -> dict[torch.Tensor, list[ParameterPart]]:
-        """Return the parameter parts in each tensor; all replicas call this together."""
+    def _parts(self, shards: Axis | None) -> dict[torch.Tensor, list[ParameterPart]]:
+        """Return the parameter parts in each tensor; all ranks of a stage call this together.
+
+        Args:
+            shards: Tensor ranks; None with a single one.
+        """
         pieces = {piece.name: piece for piece in self._engine.pieces.values()}
         mine = [(f.tensor, f.name, f.start, f.start + f.numel) for f in self.fragments]
         offsets = {(f.tensor, f.name): f.offset for f in self.fragments}
@@ -162,10 +172,17 @@ class OptimizerState:
         parts: dict[torch.Tensor, list[ParameterPart]] = {tensor: [] for tensor in self.tensors}
         for (index, name), places in ranges.items():
             piece, offset = pieces[name], offsets.get((index, name), 0)
+            shard = None if piece.shard.is_whole else piece.shard
             part = ParameterPart(
-                name, piece.shape, tuple(places), place, offset, piece.inputs_first
+                name, piece.shape, tuple(places), place, offset, piece.inputs_first, shard
             )
             parts[self.tensors[index]].append(part)
+        if shards is not None:
+            names = [[part.name for part in parts[tensor]] for tensor in self.tensors]
+            everywhere: list[Any] = [None] * shards.size
+            dist.all_gather_object(everywhere, names, group=shards.group)
+            # Otherwise sums of different parameters would meet.
+            assert all(each == names for each in everywhere), "tensor ranks update other parameters"
         return parts
 
 

@@ -1,4 +1,4 @@
-"""Adafactor (arXiv:1804.04235), whose second moment stays factored at any ZeRO stage.
+"""Adafactor (arXiv:1804.04235), whose second moment stays factored on any layout.
 
 The update is torch.optim.Adafactor's. Given ZeRO's flat pieces, torch's class finds no matrix to
 factor and keeps a whole second moment: more memory, and another update.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainctl.engines.shards import Shard
 from trainctl.options.optimizer.adafactor import AdafactorConfig
 from trainctl.plans import mup
 from trainctl.plans.types import RunPlan
@@ -27,7 +28,7 @@ LARGEST_STEP = 1.0
 class Adafactor(PartitionedOptimizer):
     """Adafactor with steps of the learning rate times the parameter's root mean square.
 
-    Every replica with a part of a matrix holds the row and column means of the whole matrix.
+    Every rank with a part of a matrix holds the row and column means of the whole matrix.
 
     Args:
         eps: Smallest second moment (epsilon 1; torch's `eps[0]` is its root).
@@ -83,18 +84,18 @@ class Adafactor(PartitionedOptimizer):
         """Return this replica's share of mean squared gradients and squared weight norm."""
         weight_square = part.of(weights).double().square().sum()
         squares = part.of(gradient).square()
+        rows, columns = _lines(part, weights.device)
         if len(part.shape) == 1:
             variance = torch.zeros(part.shape, device=weights.device)
-            variance[part.start : part.end] = squares
+            variance[columns[part.start : part.end]] = squares
             return {"variance": variance}, weight_square
-        columns = part.shape[-1]
-        rows = part.shape.numel() // columns
-        row_mean = torch.zeros(rows, device=weights.device)
-        col_mean = torch.zeros(columns, device=weights.device)
+        count = part.shape[-1]
+        row_mean = torch.zeros(part.shape.numel() // count, device=weights.device)
+        col_mean = torch.zeros(count, device=weights.device)
         if part.is_here:
-            first, last, whole = _whole_rows(part, squares)
-            row_mean[first:last] = whole.mean(dim=1)
-            col_mean = whole.sum(dim=0) / rows
+            first, last, table = _whole_rows(part, squares, columns.numel())
+            row_mean[rows[first:last]] = table.sum(dim=1) / count
+            col_mean[columns] = table.sum(dim=0) / row_mean.numel()
         return {"row_var": row_mean, "col_var": col_mean}, weight_square
 
     def _sum_cut(
@@ -102,33 +103,50 @@ class Adafactor(PartitionedOptimizer):
         parts: Iterable[ParameterPart],
         statistics: list[tuple[dict[str, torch.Tensor], torch.Tensor]],
     ) -> None:
-        """Sum the statistics of split parts over the replicas, in place and together."""
-        cut = [index for index, part in enumerate(parts) if part.is_cut]
-        sums = self.reduce(torch.stack([statistics[i][1] for i in cut])) if cut else ()
-        for index, total in zip(cut, sums, strict=True):
-            statistics[index] = statistics[index][0], total
-        means = [mean for index in cut for mean in statistics[index][0].values()]
-        if means:
-            together = self.reduce(torch.cat(means))
-            for mean, total in zip(means, together.split([m.numel() for m in means]), strict=True):
-                mean.copy_(total)
+        """Sum the statistics of split parts over their ranks, in place and together."""
+        for sharded in (False, True):
+            cut = [
+                index
+                for index, part in enumerate(parts)
+                if part.is_sharded is sharded and (part.is_cut or sharded)
+            ]
+            if not cut:
+                continue
+            sums = self.reduce(torch.stack([statistics[i][1] for i in cut]), sharded=sharded)
+            for index, total in zip(cut, sums, strict=True):
+                statistics[index] = statistics[index][0], total
+            means = [mean for index in cut for mean in statistics[index][0].values()]
+            if means:
+                together = self.reduce(torch.cat(means), sharded=sharded)
+                totals = together.split([mean.numel() for mean in means])
+                for mean, total in zip(means, totals, strict=True):
+                    mean.copy_(total)
 
     def _variance(self, tensor: torch.Tensor, part: ParameterPart, floor: float) -> torch.Tensor:
-        """Return the second moment of the part's elements on this replica."""
+        """Return the second moment of the part's elements on this rank."""
+        rows, columns = _lines(part, tensor.device)
         if len(part.shape) == 1:
-            return self.side(tensor, part, "variance")[part.start : part.end].clone()
-        rows = self.side(tensor, part, "row_var")
-        columns = self.side(tensor, part, "col_var")
-        width = columns.numel()
+            return self.side(tensor, part, "variance")[columns[part.start : part.end]]
+        row_var, width = self.side(tensor, part, "row_var"), columns.numel()
         first, last = part.start // width, -(-part.end // width)
-        table = torch.outer(rows[first:last], columns)
-        table.div_(rows.mean().clamp(min=floor**0.5))
+        own = self.side(tensor, part, "col_var")[columns]
+        table = torch.outer(row_var[rows[first:last]], own)
+        table.div_(row_var.mean().clamp(min=floor**0.5))
         return table.view(-1)[part.start - first * width : part.end - first * width]
 
 
-def _whole_rows(part: ParameterPart, values: torch.Tensor) -> tuple[int, int, torch.Tensor]:
-    """Return the rows [first, last) that a part touches, with zeros outside of the part."""
-    width = part.shape[-1]
+def _lines(part: ParameterPart, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices of the rows and columns that this tensor rank has of a part's matrix."""
+    shard = part.shard or Shard.whole(part.shape)
+    return shard.rows_and_columns(part.shape, device)
+
+
+def _whole_rows(
+    part: ParameterPart, values: torch.Tensor, width: int
+) -> tuple[int, int, torch.Tensor]:
+    """Return the rows [first, last) of this tensor rank's `width` columns that a part touches, with
+    zeros outside of the part.
+    """
     first, last = part.start // width, -(-part.end // width)
     if part.numel == (last - first) * width:
         return first, last, values.view(-1, width)

@@ -1,7 +1,7 @@
 """Lion (arXiv:2302.06675, algorithm 2) and LAMB (arXiv:1904.00962, algorithm 2).
 
-Lion serves where DeepSpeed has no kernel for it. LAMB takes the norms of whole parameters at any
-ZeRO stage; DeepSpeed's kernel takes the norm of the flat piece that ZeRO gives it.
+Lion serves where DeepSpeed has no kernel for it. LAMB takes the norms of whole parameters on any
+layout; DeepSpeed's kernel takes the norm of the flat piece that ZeRO gives it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Lamb(AdamLike):
                 squares[row, index] = torch.linalg.vector_norm(
                     part.of(values), dtype=torch.float64
                 ).square()
-        weight_norms, step_norms = self.reduce(squares).sqrt()
+        for sharded in (False, True):
+            some = [index for index, part in enumerate(scaled) if part.is_sharded is sharded]
+            squares[:, some] = self.reduce(squares[:, some], sharded=sharded)
+        weight_norms, step_norms = squares.sqrt()
         ratios = torch.where(
             (weight_norms > 0) & (step_norms > 0), weight_norms / step_norms, 1.0
         ).to(weights.dtype)

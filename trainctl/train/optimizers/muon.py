@@ -1,8 +1,8 @@
 """Muon (kellerjordan.github.io/posts/muon) for the blocks' matrices, AdamW for the rest.
 
-The update of a matrix is torch.optim.Muon's. The matrices that ZeRO splits are shared out over the
-replicas: each gathers its share of them, orthogonalises these and sends the results back. No matrix
-is orthogonalised twice.
+The update of a matrix is torch.optim.Muon's. The matrices that ZeRO or tensor parallelism splits
+are shared out over the ranks that hold them: each gathers its share of them, orthogonalises these
+and sends the results back. So no split matrix is orthogonalised twice.
 
 DeepSpeed's own Muon under ZeRO orthogonalises before gradients are clipped. The global norm that it
 clips by, and reports, is then the norm of the orthogonal matrices: see docs/optimizers.md.
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from trainctl.config.schema import DataType
+from trainctl.engines.process import Axis
 from trainctl.options.optimizer.muon import MuonConfig
 from trainctl.options.precision import precision_of
 from trainctl.plans import mup
@@ -78,36 +79,78 @@ class MatrixOptimizer(PartitionedOptimizer):
     def _orthogonal(
         self, parts: Sequence[ParameterPart], directions: torch.Tensor
     ) -> Iterator[tuple[ParameterPart, torch.Tensor]]:
-        """Yield each part on this replica with its share of its orthogonalised matrix."""
+        """Yield each part on this rank with its share of its orthogonalised matrix."""
+        split: dict[tuple[bool, bool], list[ParameterPart]] = {}
         for part in parts:
-            if part.is_here and not part.is_cut:
+            if part.is_cut or (part.is_sharded and part.is_here):
+                split.setdefault((part.is_cut, part.is_sharded), []).append(part)
+            elif part.is_here:
                 yield part, self._whole(part.of(directions), part)
-        if self.replicas is not None:
-            cut = [part for part in parts if part.is_cut]
-            for first in range(0, len(cut), self.replicas.size):
-                yield from self._share(cut[first : first + self.replicas.size], directions)
+        axes = {
+            (True, False): self.replicas,
+            (False, True): self.tensor,
+            (True, True): self.holders,
+        }
+        for kind, axis in axes.items():
+            listed = split.get(kind, ())
+            for first in range(0, len(listed), axis.size if axis else 1):
+                assert axis is not None
+                yield from self._share(listed[first : first + axis.size], directions, axis)
 
     def _share(
-        self, parts: Sequence[ParameterPart], directions: torch.Tensor
+        self, parts: Sequence[ParameterPart], directions: torch.Tensor, axis: Axis
     ) -> Iterator[tuple[ParameterPart, torch.Tensor]]:
-        """Orthogonalise up to one split matrix per replica; yield this replica's results.
+        """Orthogonalise up to one split matrix per rank; yield this rank's results.
 
-        All replicas call this together.
+        All ranks of the axis call this together. They hold the elements of `parts`, and each tensor
+        rank has an equal share of them.
         """
-        assert self.replicas is not None
-        size, mine = self.replicas.size, self.replicas.index
+        size, mine = axis.size, axis.index
         out = [part.numel for part in parts] + [0] * (size - len(parts))
         own = parts[mine] if mine < len(parts) else None
-        back = [end - start for start, end in own.ranges] if own else [0] * size
+        back = self._lengths(own) if own else [0] * size
         pieces = torch.cat([part.of(directions) for part in parts]).to(self._kind)
         matrix = pieces.new_empty(sum(back))
-        dist.all_to_all_single(matrix, pieces, back, out, group=self.replicas.group)
+        dist.all_to_all_single(matrix, pieces, back, out, group=axis.group)
+        del pieces  # makes room for the iteration
         if own is not None:
-            matrix = self._whole(matrix, own)
-        dist.all_to_all_single(pieces, matrix, out, back, group=self.replicas.group)
+            matrix = self._joined(matrix, own, back)
+            matrix = self._cut_again(self._whole(matrix, own), own, back)
+        pieces = matrix.new_empty(sum(out))
+        dist.all_to_all_single(pieces, matrix, out, back, group=axis.group)
         for part, change in zip(parts, pieces.split(out[: len(parts)]), strict=True):
             if part.is_here:
                 yield part, change
+
+    def _lengths(self, part: ParameterPart) -> list[int]:
+        """Return the number of elements on each rank that has some, replica by replica."""
+        lengths = [end - start for start, end in part.ranges] if part.is_cut else [part.numel]
+        shards = self.tensor.size if part.is_sharded and self.tensor else 1
+        return [length for length in lengths for _ in range(shards)]
+
+    def _joined(
+        self, values: torch.Tensor, part: ParameterPart, lengths: list[int]
+    ) -> torch.Tensor:
+        """Return a whole matrix, flat, from the pieces of all ranks."""
+        if part.shard is None or self.tensor is None:
+            return values
+        whole = values.new_empty(part.shape).view(-1, part.shard.row)
+        pieces, size = values.split(lengths), self.tensor.size
+        for index, columns in enumerate(whole.split(part.shard.width, dim=1)):
+            columns.copy_(torch.cat(pieces[index::size]).view(columns.shape))
+        return whole.view(-1)
+
+    def _cut_again(
+        self, values: torch.Tensor, part: ParameterPart, lengths: list[int]
+    ) -> torch.Tensor:
+        """Return the pieces of all ranks from a whole matrix: the reverse of `_joined`."""
+        if part.shard is None or self.tensor is None:
+            return values
+        size, whole = self.tensor.size, values.view(-1, part.shard.row)
+        pieces: list[torch.Tensor] = [values] * len(lengths)
+        for index, columns in enumerate(whole.split(part.shard.width, dim=1)):
+            pieces[index::size] = columns.reshape(-1).split(lengths[index::size])
+        return torch.cat(pieces)
 
     def _whole(self, values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
         """Return the orthogonalised form of a whole matrix, flat."""

@@ -1,9 +1,10 @@
-"""Base of optimizers that need more of a parameter than the piece that ZeRO leaves on a rank.
+"""Base of optimizers that need more of a parameter than the piece that a rank holds.
 
 An optimizer inside ZeRO updates flat tensors, in which pieces of parameters lie one after the
-other. `bind` tells it which pieces lie where. It can then ask the other replicas for the rest, and
-so makes the same update at every stage. DeepSpeed calls `step` on all replicas in the same order,
-one group or sub-group of parameters at a time, so collectives inside it match.
+other; on tensor ranks these are parameters of which each rank has a shard. `bind` tells it which
+pieces lie where. It can then ask the other ranks for the rest, and so makes the same update on
+every layout. DeepSpeed calls `step` on all ranks of a stage in the same order, one group or
+sub-group of parameters at a time, so collectives inside it match.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from trainctl.engines.process import Axis
+from trainctl.engines.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class ParameterPart:
     """Shape of the whole parameter."""
     ranges: tuple[tuple[int, int], ...]
     """Elements [start, end) on each replica, in their order; empty ranges are (0, 0). Without
-    ZeRO, one range covers the whole parameter.
+    ZeRO, one range covers everything. On tensor ranks they are elements of this rank's shard.
     """
     index: int
     """This replica's place in `ranges`."""
@@ -38,6 +40,8 @@ class ParameterPart:
     """Index of its first element in the tensor."""
     inputs_first: bool = False
     """Whether the matrix is (inputs, outputs), as in gpt2."""
+    shard: Shard | None = None
+    """This tensor rank's shard of the parameter; None if it has the whole parameter."""
 
     @property
     def start(self) -> int:
@@ -61,9 +65,14 @@ class ParameterPart:
         return sum(end > start for start, end in self.ranges) > 1
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each tensor rank has a shard of the parameter."""
+        return self.shard is not None
+
+    @property
     def is_first_here(self) -> bool:
-        """Whether this replica holds the first element."""
-        return self.is_here and self.start == 0
+        """Whether this rank holds the parameter's first element."""
+        return self.is_here and self.start == 0 and (self.shard is None or self.shard.start == 0)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of its elements in an optimizer tensor or an elementwise state."""
@@ -95,24 +104,38 @@ class PartitionedOptimizer(Optimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, **defaults})
         self.replicas: Axis | None = None
+        self.tensor: Axis | None = None
+        self.holders: Axis | None = None
         self._parts: dict[torch.Tensor, Sequence[ParameterPart]] | None = None
         self._sides: dict[torch.Tensor, dict[str, dict[str, torch.Tensor]]] = {}
 
     def bind(
-        self, parts: Mapping[torch.Tensor, Sequence[ParameterPart]], replicas: Axis | None
+        self,
+        parts: Mapping[torch.Tensor, Sequence[ParameterPart]],
+        replicas: Axis | None,
+        tensor: Axis | None = None,
+        holders: Axis | None = None,
     ) -> None:
         """Set which parts of parameters lie in which tensor.
 
         Args:
-            parts: Parts in each tensor; the same parameters in the same order on all replicas.
+            parts: Parts in each tensor; the same parameters in the same order on all replicas and
+                tensor ranks.
             replicas: Ranks that the parameters are partitioned over; None without ZeRO.
+            tensor: Ranks with the other shards of the same parameters; None without any.
+            holders: Ranks that hold any element of a sharded parameter: `tensor`, or the tensor
+                ranks of all replicas, replica by replica.
         """
         for listed in parts.values():
             for part in listed:
                 here = [each for each in part.ranges if each[1] > each[0]]
-                assert here[0][0] == 0 and here[-1][1] == part.shape.numel()
+                numel = part.shape.numel()
+                if part.shard is not None:
+                    numel = numel // part.shard.row * part.shard.width
+                assert here[0][0] == 0 and here[-1][1] == numel
                 assert all(before[1] == after[0] for before, after in pairwise(here))
-        self._parts, self.replicas = dict(parts), replicas
+        self._parts = dict(parts)
+        self.replicas, self.tensor, self.holders = replicas, tensor, holders
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -185,11 +208,21 @@ class PartitionedOptimizer(Optimizer):
         return value
 
     def reduce(
-        self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+        self,
+        values: torch.Tensor,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        *,
+        sharded: bool = False,
     ) -> torch.Tensor:
-        """Reduce over the replicas in place; without ZeRO, leave the values as they are."""
-        if self.replicas is not None and values.numel():
-            dist.all_reduce(values, op=op, group=self.replicas.group)
+        """Reduce in place over the ranks that share a parameter; a single rank changes nothing.
+
+        Args:
+            sharded: Whether the values are of sharded parameters, or of parameters that only
+                replicas share.
+        """
+        axis = self.holders if sharded else self.replicas
+        if axis is not None and values.numel():
+            dist.all_reduce(values, op=op, group=axis.group)
         return values
 
 
