@@ -38,7 +38,7 @@ from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, JsonContext
 from trainctl.rules.registry import JSON_RULES, CheckedFile, check_file, check_json
 from trainctl.rules.resolve import resolve
 from trainctl.rules.rule import Enforcement
-from trainctl.tuning.import_json import BATCH, Imported, import_json, world_size_of
+from trainctl.tuning.import_json import BATCH, ImportResult, import_json, world_size_of
 
 TOGETHER = 50
 """Files loaded by one child process: importing DeepSpeed takes a child some seconds."""
@@ -90,7 +90,7 @@ class Report:
     """World size that the file was checked with."""
     checked: CheckedFile
     """Findings of `validate --deepspeed`."""
-    imported: Imported | None
+    imported: ImportResult | None
     """Result of `config import`; None if the import is refused."""
     why_not: str
     """Reason why the import is refused."""
@@ -161,7 +161,7 @@ def report_on(path: Path, folder: Path) -> Report:
     )
 
 
-def _plan_errors(imported: Imported, ranks: int) -> Iterator[Finding]:
+def _plan_errors(imported: ImportResult, ranks: int) -> Iterator[Finding]:
     run = ["model=llama-8b", f"hardware={ranks}xh100-80g", "training.steps=1000"]
     config = compose([*run, *imported.overrides]).config
     findings = resolve(config, resolve_hardware(config.hardware)).findings

@@ -21,7 +21,7 @@ from typing import Any
 
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.launchers.planning import compose, compose_target, plan
+from trainctl.launchers.planning import compose_config, compose_target, plan_config
 from trainctl.rules.deepspeed.case import Case, JsonContext
 from trainctl.rules.handbook import (
     JSON_PAGE,
@@ -155,10 +155,12 @@ def _findings(typed: str) -> Sequence[Finding]:
     if words[0] == "--deepspeed":
         file, ranks = Path(words[1]), int(words[3])
         chosen = words[4:]
-        hardware = resolve_hardware(compose(chosen, None).config.hardware) if chosen else None
+        hardware = (
+            resolve_hardware(compose_config(chosen, None).config.hardware) if chosen else None
+        )
         return check_file(file, json_context(hardware, ranks, None)).findings
     try:
-        return plan(compose_target(None, words, None), with_files=True).findings
+        return plan_config(compose_target(None, words, None), with_files=True).findings
     except TrainctlError as error:
         return error.findings
 

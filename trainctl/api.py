@@ -17,7 +17,7 @@ from trainctl.errors import Finding, TrainctlError
 if TYPE_CHECKING:
     import pandas
 
-    from trainctl.launchers.planning import Planned
+    from trainctl.launchers.planning import PlannedConfig
 
 __all__ = [
     "Checkpoint",
@@ -71,7 +71,7 @@ def plan(
     target, rest = _split_target(overrides)
     folder = None if config_dir is None else Path(config_dir)
     composed = planning.compose_target(target, rest, folder)
-    planned = planning.plan(composed, with_files=files, exact=exact, calibrated=calibrated)
+    planned = planning.plan_config(composed, with_files=files, exact=exact, calibrated=calibrated)
     if planned.assessment.plan is None or planned.unforceable_errors:
         raise TrainctlError.from_findings(planned.findings)
     request = _Request(overrides, folder, files=files, exact=exact, calibrated=calibrated)
@@ -103,7 +103,7 @@ class _Request:
 class Plan:
     """A checked configuration with its memory budget; made by `plan`, never changed."""
 
-    details: Planned
+    details: PlannedConfig
     """Composed configuration, hardware, frozen plan and budget, as the commands use them. Not part
     of the public API: it may change in any release.
     """

@@ -25,14 +25,14 @@ from pathlib import Path
 import numpy as np
 
 from trainctl.config.registry import function_of, list_kinds, load_spec
-from trainctl.data.permutation import mix
+from trainctl.data.permutation import splitmix64
 from trainctl.data.quality import measurement
 from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.columns import MeasuredCorpus, PartToMeasure
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import find_identical_texts, near_pairs, shared_passages
-from trainctl.data.quality.measurement import WantedColumns, anchors, measure, text_hashes
+from trainctl.data.quality.measurement import WantedColumns, anchors, measure_part, text_hashes
 from trainctl.data.quality.selection import Contamination, Rules
 
 PARTS = 4
@@ -120,7 +120,7 @@ def _near(batch: DocumentBatch) -> None:
 
 
 def _plainly(batch: DocumentBatch) -> None:
-    drawn = mix(np.arange(2 * measurement.HASHES, dtype=np.uint64))
+    drawn = splitmix64(np.arange(2 * measurement.HASHES, dtype=np.uint64))
     odd, added = drawn[: measurement.HASHES] | np.uint64(1), drawn[measurement.HASHES :]
     for text in batch.lowered:
         words = [zlib.crc32(word.encode()) for word in re.findall(r"\w+", text)]
@@ -128,9 +128,9 @@ def _plainly(batch: DocumentBatch) -> None:
         size = len(hashes) - measurement.WORDS + 1
         if size < 1:
             continue
-        grams = mix(hashes[:size])
+        grams = splitmix64(hashes[:size])
         for place in range(1, measurement.WORDS):
-            grams = mix(grams ^ hashes[place : place + size])
+            grams = splitmix64(grams ^ hashes[place : place + size])
         grams = np.unique(grams)
         ((grams[:, None] * odd + added) >> np.uint64(16)).min(0)
 
@@ -156,7 +156,7 @@ def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
     ]
     start = time.process_time()
     for part in parts:
-        measure(part, folder, WantedColumns(held_out=folder / "held_out", passages=True))
+        measure_part(part, folder, WantedColumns(held_out=folder / "held_out", passages=True))
     measured = time.process_time()
     corpus = MeasuredCorpus.load(parts, folder)
     same = find_identical_texts(corpus, folder / "scratch")

@@ -28,7 +28,7 @@ from trainctl.rules.resolve import resolve
 from trainctl.runs import records
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import EventWriter, short
+from trainctl.runs.records import EventWriter, round_measured
 
 EVERY = 1000
 """Steps between two evaluations, and two checkpoints."""
@@ -106,10 +106,10 @@ def _step(step: int, draw: random.Random) -> dict[str, Any]:
         "learning_rate": rate,
         "learning_rates": {"decayed": rate, "undecayed": rate},
         "grad_norm": math.hypot(*norms),
-        "grad_norms": {"decayed": short(norms[0]), "undecayed": short(norms[1])},
+        "grad_norms": {"decayed": round_measured(norms[0]), "undecayed": round_measured(norms[1])},
         "tokens": step * 524288,
-        "tokens_per_second": short(speed),
-        "mfu": short(speed / 2.9e6),
+        "tokens_per_second": round_measured(speed),
+        "mfu": round_measured(speed / 2.9e6),
         "seconds": seconds,
         "peak_bytes": {"allocated": 31_138_512_896, "host": 4_113_103_360 + step // 5000 * 4096},
         "samples": [(step - 1) * 256, step * 256],

@@ -148,8 +148,8 @@ class holding:
     def __init__(self, paths: RunPaths) -> None:
         script = (
             "import sys, time\nfrom pathlib import Path\n"
-            "from trainctl.runs.layout import RunPaths\nfrom trainctl.runs.lock import hold\n"
-            "with hold(RunPaths(Path(sys.argv[1]))):\n"
+            "from trainctl.runs.layout import RunPaths\nfrom trainctl.runs.lock import hold_lock\n"
+            "with hold_lock(RunPaths(Path(sys.argv[1]))):\n"
             "    print('held', flush=True)\n    sys.stdin.read()\n"
         )
         self._process = subprocess.Popen(

@@ -11,7 +11,7 @@ import yaml
 from trainctl.cli.arguments import split_target
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
-from trainctl.launchers.planning import compose, plan
+from trainctl.launchers.planning import compose_config, plan_config
 from trainctl.runs.directory import create_run, new_attempt, open_run
 
 
@@ -22,7 +22,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> str:
-    config = compose(["recipe=tiny", "optimizer.lr=1e-4"], None).config
+    config = compose_config(["recipe=tiny", "optimizer.lr=1e-4"], None).config
     create_run(config, run_dir=tmp_path / "runs" / "one")
     return "runs/one"
 
@@ -63,7 +63,9 @@ def test_a_run_is_shown_as_its_last_attempt_has_it_and_edits_are_named(
 ) -> None:
     paths = open_run(Path(run_directory))
     for lr in ("1e-4", "2e-4"):
-        made = plan(compose(["recipe=tiny", f"optimizer.lr={lr}"], None)).assessment.plan
+        made = plan_config(
+            compose_config(["recipe=tiny", f"optimizer.lr={lr}"], None)
+        ).assessment.plan
         assert made is not None
         new_attempt(paths, made)
     assert yaml.safe_load(output(capsys, "show", run_directory))["optimizer"]["lr"] == 2e-4
@@ -102,7 +104,7 @@ def test_a_run_is_shown_as_its_last_attempt_has_it_and_edits_are_named(
 def test_other_commands_take_a_run_as_its_last_attempt_has_it(
     run_directory: str, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    made = plan(compose(["recipe=tiny", "training.steps=77"], None)).assessment.plan
+    made = plan_config(compose_config(["recipe=tiny", "training.steps=77"], None)).assessment.plan
     assert made is not None
     new_attempt(open_run(Path(run_directory)), made)
     assert run([*command, run_directory, "--json"]) == 0

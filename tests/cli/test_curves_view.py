@@ -20,7 +20,7 @@ from trainctl.monitor.report.history import History
 from trainctl.rules.resolve import resolve
 from trainctl.runs.directory import create_run, new_attempt
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.listing import summarise
+from trainctl.runs.listing import summarise_run
 from trainctl.runs.records import EventWriter
 
 
@@ -49,10 +49,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 def test_an_evaluation_without_a_loss_is_none(run: RunPaths) -> None:
     history = History(run)
     history.read()
-    assert any("held-out loss" in line for line in render_screen(history, summarise(run), 80, 24))
+    assert any(
+        "held-out loss" in line for line in render_screen(history, summarise_run(run), 80, 24)
+    )
     history.evaluations = GrowingColumns()
     history.evaluations.append({"step": 300.0, "time": 0.0})  # of a program of the user's
-    assert not any("nan" in line for line in render_screen(history, summarise(run), 80, 24)[-2:])
+    assert not any(
+        "nan" in line for line in render_screen(history, summarise_run(run), 80, 24)[-2:]
+    )
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(200, 60), (130, 40), (80, 24), (40, 12), (10, 3)])
@@ -61,7 +65,7 @@ def test_the_picture_fits_and_shows_what_there_is_room_for(
 ) -> None:
     history = History(run)
     history.read()
-    lines = render_screen(history, summarise(run), columns, rows)
+    lines = render_screen(history, summarise_run(run), columns, rows)
     assert len(lines) <= max(rows, 4) and max(map(len, lines)) <= columns
     text = "\n".join(lines)
     shown = [name for name in CURVES if f"{name.replace('_', ' ')} " in text]

@@ -14,7 +14,7 @@ import pytest
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
 from trainctl.launchers.interface import LaunchRequest, Outcome
-from trainctl.launchers.planning import compose
+from trainctl.launchers.planning import compose_config
 from trainctl.runs.directory import create_run, last_attempt, open_run, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
@@ -221,11 +221,11 @@ def test_resume_auto_needs_a_directory(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_run_in_use_is_not_resumed(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "a"
-    create_run(compose(SMALL, None).config, run_dir=directory)
+    create_run(compose_config(SMALL, None).config, run_dir=directory)
     holding = (
-        "import sys, pathlib; from trainctl.runs.lock import hold; "
+        "import sys, pathlib; from trainctl.runs.lock import hold_lock; "
         "from trainctl.runs.layout import RunPaths\n"
-        "with hold(RunPaths(pathlib.Path(sys.argv[1]))): print('held', flush=True); input()"
+        "with hold_lock(RunPaths(pathlib.Path(sys.argv[1]))): print('held', flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", holding, directory],

@@ -27,7 +27,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("trainctl.launchers.planning.compose", fail)
+    monkeypatch.setattr("trainctl.launchers.planning.compose_config", fail)
     return run(["validate"])
 
 
@@ -204,7 +204,7 @@ def test_json_reports_the_findings_of_a_config_that_does_not_compose(
     def fail(*_: object) -> None:
         raise TrainctlError.from_findings([Finding(rule="TC003", key="a.b", message="no such key")])
 
-    monkeypatch.setattr("trainctl.launchers.planning.compose", fail)
+    monkeypatch.setattr("trainctl.launchers.planning.compose_config", fail)
     assert run(["validate", "--json"]) == ExitCode.bad_input
     report = json.loads(capsys.readouterr().out)
     assert report["valid"] is False

@@ -43,10 +43,10 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.status import State, read_status, write_status
 run = RunPaths(Path(sys.argv[1]))
-with hold(run):
+with hold_lock(run):
     print("held", flush=True)
     while not (found := sorted(path.name for path in run.requests.glob("[a-z]*"))):
         time.sleep(0.02)

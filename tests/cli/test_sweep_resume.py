@@ -15,7 +15,7 @@ from trainctl.cli.main import run
 from trainctl.errors import ExitCode
 from trainctl.runs.directory import last_attempt, open_run, read_plan
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State, Status, write_status
 
@@ -71,7 +71,7 @@ def test_it_starts_what_is_new_resumes_what_was_cut_and_leaves_the_rest(
     what = [line.split()[1] for line in shown]
     assert what == ["leave", "resume", "leave", "make", "resume", "start"]
     assert queued == [] and last_attempt(runs[1]) == 1 and not runs[3].root.exists()
-    with hold(runs[4]):
+    with hold_lock(runs[4]):
         assert run(["sweep", "s", "--resume", "--dry-run"]) == 0
     assert "4: leave (stopped)" in capsys.readouterr().out, "somebody else has it"
     assert run(["sweep", "s", "--resume"]) == 0

@@ -16,7 +16,7 @@ from whole_recipes import WHOLE
 
 from trainctl.config.catalog import chosen_options, option_names, search_folders, shipped_root
 from trainctl.config.codec import to_plain
-from trainctl.config.compose import Composed, compose, recompose
+from trainctl.config.compose import ComposedConfig, compose, recompose
 from trainctl.config.schema import GROUPS, LIST_GROUPS, OffloadDevice
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
@@ -163,7 +163,7 @@ def test_values_that_an_option_drops_are_one_warning_that_brings_them_back(write
 # ------------------------------------------------------------------------ alternatives
 
 
-def told(composed: Composed) -> list[tuple[str, str]]:
+def told(composed: ComposedConfig) -> list[tuple[str, str]]:
     return [(f.rule, f.message) for f in composed.findings]
 
 

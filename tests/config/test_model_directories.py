@@ -12,7 +12,7 @@ import pytest
 from anatomies import SMALL
 from small_model import SHAPE
 
-from trainctl.config.compose import Composed, compose, compose_leniently
+from trainctl.config.compose import ComposedConfig, compose, compose_leniently
 from trainctl.errors import TrainctlError
 from trainctl.models.directory import fetch_weights
 from trainctl.plans.settings import auxiliary_loss
@@ -30,7 +30,7 @@ def directory(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     return folder
 
 
-def composed(folder: Path, *overrides: str) -> Composed:
+def composed(folder: Path, *overrides: str) -> ComposedConfig:
     return compose(["model=hf", f"model.path={folder}", *overrides])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainctl.config.catalog import shipped_root
-from trainctl.config.compose import Composed, compose
+from trainctl.config.compose import ComposedConfig, compose
 from trainctl.config.user_code import (
     check_user_code,
     ignored_trainer_settings,
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(*overrides: str, words: list[str] | None = None) -> Composed:
+def made(*overrides: str, words: list[str] | None = None) -> ComposedConfig:
     return with_script_arguments(compose(["recipe=tiny", *overrides]), words)
 
 

@@ -253,7 +253,7 @@ def test_lists_and_functions_are_read_again_when_they_change(
     measurement.function_of("filter", "words")  # loaded
     from trainctl.data.quality import statistics
 
-    statistics._hashed.cache_clear()
+    statistics._hash_entries.cache_clear()
     assert documents(build_corpus(asked, ByteTokenizer())) == ["nothing at all"]
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "scores_of_mine.py").write_text("def length(text):\n    return len(text)\n")

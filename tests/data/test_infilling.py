@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainctl.data.infilling import Infilling
-from trainctl.data.permutation import mix
+from trainctl.data.permutation import splitmix64
 
 PREFIX, MIDDLE, SUFFIX, END = range(1_000_000, 1_000_004)
-ALL = Infilling(mix(np.uint64(7)), 1.0, 0.5, PREFIX, MIDDLE, SUFFIX, END)
+ALL = Infilling(splitmix64(np.uint64(7)), 1.0, 0.5, PREFIX, MIDDLE, SUFFIX, END)
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12)
 
 
@@ -80,7 +80,7 @@ def test_how_many_and_which_is_a_function_of_seed_epoch_and_document():
     assert abs(spm.mean() - 0.25) < 0.08  # a prefix without a token looks like one
     again, _ = chosen(half, 0)
     other, _ = chosen(half, 1)
-    seed, _ = chosen(replace(half, key=mix(np.uint64(8))), 0)
+    seed, _ = chosen(replace(half, key=splitmix64(np.uint64(8))), 0)
     assert (first == again).all()
     for different in (other, seed):
         assert abs((first & different).mean() - 0.09) < 0.02

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainctl.data.packing import conversation_pieces, document_pieces, pack
+from trainctl.data.packing import conversation_pieces, document_pieces, pack_pieces
 from trainctl.data.token_arrays import LossMask
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
@@ -29,7 +29,7 @@ def one_by_one(lengths, length):
 def test_every_token_is_in_one_bin_and_no_document_is_cut_that_fits(lengths, length):
     ends = np.cumsum(lengths, dtype=np.int64)
     pieces = document_pieces(ends, length)
-    bins = pack(pieces, length)
+    bins = pack_pieces(pieces, length)
     seen = np.zeros(sum(lengths), dtype=int)
     whole = set()
     for number in range(len(bins)):
@@ -53,7 +53,7 @@ def test_a_token_that_was_left_out_is_in_no_bin():
     ends, learnt = np.array([4, 12, 22]), np.zeros(22, dtype=bool)
     learnt[[3, 11, 13]] = True  # the second has nothing to learn in its beginning
     found = conversation_pieces(ends, 6, LossMask(learnt.astype("<u2") << 15), cuts=True)
-    bins = pack(found.pieces, 6)
+    bins = pack_pieces(found.pieces, 6)
     assert found.counts["cut"] == found.counts["dropped_nothing_left"] == 1
     in_bins = [token for token in range(22) if bins.bin_of(token) is not None]
     assert in_bins == [*range(4), *range(12, 18)]
@@ -63,7 +63,7 @@ def test_a_token_that_was_left_out_is_in_no_bin():
 @settings(deadline=None)
 def test_it_is_a_function_of_the_lengths(lengths, length):
     ends = np.cumsum(lengths, dtype=np.uint64)
-    first, again = (pack(document_pieces(ends, length), length) for _ in range(2))
+    first, again = (pack_pieces(document_pieces(ends, length), length) for _ in range(2))
     for name in ("starts", "lengths", "firsts"):
         assert np.array_equal(getattr(first, name), getattr(again, name))
 
@@ -73,7 +73,7 @@ def test_of_documents_as_they_are_little_is_lost(length):
     """Lognormal lengths, as those of web pages: the fill is the best there can be within 1 %."""
     lengths = np.random.default_rng(0).lognormal(6.2, 1.3, 300_000).astype(np.int64) + 1
     began = time.process_time()
-    bins = pack(document_pieces(np.cumsum(lengths), length), length)
+    bins = pack_pieces(document_pieces(np.cumsum(lengths), length), length)
     assert time.process_time() - began < 5
     least = -(-int(lengths.sum()) // length)
     assert least <= len(bins) <= 1.01 * least

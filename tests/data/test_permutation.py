@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainctl.data.permutation import key_of, permute, unpermute
+from trainctl.data.permutation import derive_key, permute, unpermute
 
 keys = st.integers(0, 2**64 - 1)
 
@@ -29,7 +29,9 @@ def test_many_permutations_at_once_are_each_alone(asked):
 
 
 def test_keys_differ_by_each_part():
-    made = {int(key_of(seed, a, b)) for seed in range(4) for a in range(-2, 4) for b in range(4)}
+    made = {
+        int(derive_key(seed, a, b)) for seed in range(4) for a in range(-2, 4) for b in range(4)
+    }
     assert len(made) == 4 * 6 * 4
     assert permute(np.empty((0, 3)), 5, 1).shape == (0, 3)
     assert permute(np.zeros((2, 3)), 5, 1).shape == (2, 3)

@@ -332,12 +332,12 @@ def test_who_has_slept_while_another_did_its_task_is_done_too(texts):
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(texts, monkeypatch):
-    monkeypatch.setattr(task_workers, "_free", lambda folder: 100_000)
+    monkeypatch.setattr(task_workers, "_free_bytes", lambda folder: 100_000)
     with pytest.raises(TrainctlError, match=r"0\.00 GB free, .* about 0\.00 GB") as caught:
         build_corpus(section("mixed"), ByteTokenizer())
     assert caught.value.exit_code == ExitCode.environment
     assert not list(cache_folder().glob("store-*/parts/*"))
-    monkeypatch.setattr(task_workers, "_free", lambda folder: 10**7)
+    monkeypatch.setattr(task_workers, "_free_bytes", lambda folder: 10**7)
     build_corpus(section("mixed"), ByteTokenizer())
 
 

@@ -13,7 +13,7 @@ from commands import TINY, curve, events, finish, live_processes, start, trainct
 from preloaded_server import PreloadedServer
 
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.lock import holder
+from trainctl.runs.lock import find_holder
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def test_a_sweep_runs_every_combination_and_shows_the_best(tmp_path: Path) -> No
         time.sleep(0.1)
     killed.kill()
     killed.communicate()
-    while holder(RunPaths(first)) is not None and time.monotonic() < deadline:
+    while find_holder(RunPaths(first)) is not None and time.monotonic() < deadline:
         time.sleep(0.1)
     talk = trainctl("sweep", "s", "--resume", cwd=tmp_path)
     assert "0: resume (" in talk and "1: start (not started yet)" in talk
@@ -59,7 +59,7 @@ def test_a_detached_run_is_followed_and_stopped(
     endless = (*SMALL, "training.steps=1000000", "checkpoint.at_end=true")
     out = trainctl("launch", *endless, "--run-dir", "r", "--detach", cwd=tmp_path)
     assert "trainctl runs attach" in out
-    taken = holder(RunPaths(run))
+    taken = find_holder(RunPaths(run))
     assert taken is not None and taken.pid in live_launchers(run)
     view = start("runs", "attach", "r", cwd=tmp_path)
     deadline = time.monotonic() + 120
@@ -77,7 +77,7 @@ def test_a_detached_run_is_followed_and_stopped(
     assert {event["attempt"] for event in events(run, "step")} == {1}
     # Ctrl-C ends the view only.
     view.send_signal(signal.SIGINT)
-    assert finish(view)[0] == 130 and holder(RunPaths(run)) is not None
+    assert finish(view)[0] == 130 and find_holder(RunPaths(run)) is not None
     assert "running" in trainctl("runs", "status", "r", cwd=tmp_path, **quick)
     again = start("runs", "attach", "r", cwd=tmp_path, **quick)
     assert "saved and stopped" in trainctl("runs", "stop", "r", cwd=tmp_path, **quick)

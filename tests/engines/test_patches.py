@@ -20,7 +20,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.engines import patch_checks as declared
 from trainctl.engines import patches
-from trainctl.engines.patches import At, How, Table, Use, compare_with_installed
+from trainctl.engines.patches import ProcessKind, Table, Use, UseKind, compare_with_installed
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt
@@ -76,7 +76,7 @@ def test_only_what_a_run_needs_can_stop_it() -> None:
     more = {use.name for _, use in ALL if use.is_needed(config)} - needed
     assert more and all("zenflow" in name or "_update_model_bit16" in name for name in more)
     config.script = "train.py"
-    assert {use.at for _, use in ALL if use.is_needed(config)} <= {At.trace}
+    assert {use.at for _, use in ALL if use.is_needed(config)} <= {ProcessKind.trace}
 
 
 def test_changes_to_the_process_are_those_of_the_configuration(
@@ -159,12 +159,14 @@ def test_a_fallback_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def findings(fallback: str) -> list[Severity]:
         use = Use(
             target=f"{module}:late",
-            how=How.called,
+            how=UseKind.called,
             why="to try",
             signature="(a)",
             fallback=fallback,
         )
-        found = Table("fourth_package", ("1.0",), (use,)).differences(RunConfig(), {At.rank})
+        found = Table("fourth_package", ("1.0",), (use,)).differences(
+            RunConfig(), {ProcessKind.rank}
+        )
         assert "fourth_package.code.late of fourth_package" in found[0].message
         return [finding.severity for finding in found]
 
@@ -185,9 +187,9 @@ def test_what_other_code_has_replaced_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_trace_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig()
-    looked: list[set[At]] = []
+    looked: list[set[ProcessKind]] = []
 
-    def differences(_: RunConfig, at: set[At]) -> list[Finding]:
+    def differences(_: RunConfig, at: set[ProcessKind]) -> list[Finding]:
         looked.append(at)
         return [Finding(rule="TC305", message="it", hint="that", exit_code=ExitCode.environment)]
 
@@ -197,7 +199,7 @@ def test_a_trace_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     error = _answer_request(asked)["error"]
     assert (error["message"], error["hint"]) == ("it", "that")
     assert error["exit_code"] == ExitCode.environment
-    assert looked == [{At.trace}]
+    assert looked == [{ProcessKind.trace}]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from commands import TINY, curve, events, finish, live_processes, start
 
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.lock import holder
+from trainctl.runs.lock import find_holder
 
 STEPS = 100
 SAVES_EVERY = 10
@@ -92,7 +92,7 @@ class Struck:
 
     def is_clean(self) -> bool:
         """Whether no process carries the run's id and the run is free."""
-        return not live_processes(self.root) and holder(self.paths) is None
+        return not live_processes(self.root) and find_holder(self.paths) is None
 
     def status(self) -> dict[str, Any]:
         return dict(json.loads(self.paths.status.read_text()))

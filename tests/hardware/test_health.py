@@ -24,7 +24,7 @@ from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity
 from trainctl.hardware import builds, detect, devices, health, host_checks, packages, storage
 from trainctl.hardware.facts import Hardware
-from trainctl.launchers.planning import compose
+from trainctl.launchers.planning import compose_config
 from trainctl.options import logger
 
 CPU = Hardware(name="2xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=2)
@@ -33,7 +33,7 @@ NODES = Hardware(name="2x1xcpu", accelerator=Accelerator.cpu, nodes=2, devices_p
 
 
 def config(*overrides: str) -> RunConfig:
-    return compose(["recipe=tiny", *overrides], None).config
+    return compose_config(["recipe=tiny", *overrides], None).config
 
 
 def rules(found: Any) -> list[str]:

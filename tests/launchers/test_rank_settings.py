@@ -15,7 +15,7 @@ from trainctl.hardware.binding import (
     processors_by_socket,
     rank_processors,
 )
-from trainctl.launchers.agent.benchmark import Speed, slow
+from trainctl.launchers.agent.benchmark import Speed, slow_ranks
 
 
 @pytest.mark.slow
@@ -43,8 +43,8 @@ def test_a_network_that_is_too_slow_is_refused(launches: Launches) -> None:
 
 def test_the_slow_are_named() -> None:
     speeds = [Speed(rank, "n", tflops) for rank, tflops in enumerate((400, 410, 300, 405))]
-    assert [speed.rank for speed in slow(speeds)] == [2]
-    assert not slow(speeds[:2])
+    assert [speed.rank for speed in slow_ranks(speeds)] == [2]
+    assert not slow_ranks(speeds[:2])
 
 
 def test_the_kernels_lists() -> None:

@@ -26,7 +26,7 @@ def make_plan(*overrides: str) -> RunPlan:
     return plan
 
 
-def render(plan: RunPlan, run: RunPaths, **environment: str) -> slurm.Rendered:
+def render(plan: RunPlan, run: RunPaths, **environment: str) -> slurm.RenderedLaunch:
     start = AttemptRequest(
         plan=plan, run=run, attempt=run.attempt(1), environment=environment, cores=8
     )

@@ -25,11 +25,11 @@ from trainctl.config.schema import (
 from trainctl.errors import Severity
 from trainctl.hardware import resolve_hardware
 from trainctl.launchers import probe
-from trainctl.launchers.elastic import shrink
-from trainctl.launchers.host_checks import HostGroup, check_hosts, problems
+from trainctl.launchers.elastic import shrink_plan
+from trainctl.launchers.host_checks import HostGroup, check_hosts, host_problems
 from trainctl.launchers.host_probe import HostReport, probe_hosts
 from trainctl.launchers.interface import AttemptRequest
-from trainctl.launchers.processes import shell_line, ssh
+from trainctl.launchers.processes import shell_line, ssh_command
 from trainctl.launchers.rank_command import not_forwarded
 from trainctl.launchers.ssh import render
 from trainctl.options.launcher.ssh import SshConfig
@@ -135,7 +135,7 @@ def test_values_reach_a_node_by_its_stdin_as_they_are(tmp_path: Path) -> None:
 
 
 def test_ssh_never_asks_and_keeps_its_own_connection() -> None:
-    argv = ssh(Host("n1"), SshConfig(node_timeout_seconds=30), "some.module", "a b")
+    argv = ssh_command(Host("n1"), SshConfig(node_timeout_seconds=30), "some.module", "a b")
     for option in ("BatchMode=yes", "ControlPath=none", "ServerAliveInterval=10"):
         assert option in argv
     assert argv[-1].endswith("-P -m some.module 'a b'")
@@ -161,7 +161,7 @@ FACTS: dict[str, Any] = {
 def found(plan: RunPlan, checkpoint_bytes: int | None = None, **report: Any) -> list[Any]:
     facts = FACTS | report.pop("facts", {})
     reports = [HostReport(host=report.pop("host", Host("n1")), facts=facts, **report)]
-    return problems(plan, reports, FACTS["packages"], "abc", OWN, checkpoint_bytes)
+    return host_problems(plan, reports, FACTS["packages"], "abc", OWN, checkpoint_bytes)
 
 
 def gpus(**hardware: Any) -> RunPlan:
@@ -231,7 +231,7 @@ def test_few_cores_are_a_warning() -> None:
 )
 def test_why_a_host_gave_no_answer(stderr: str, code: int | None, rule: str) -> None:
     report = HostReport(host=Host("n1"), return_code=code, stderr=stderr)
-    (problem,) = problems(two_nodes(), [report], {}, "", {}, None)
+    (problem,) = host_problems(two_nodes(), [report], {}, "", {}, None)
     assert problem.rule == rule and stderr.strip() in problem.message
 
 
@@ -335,7 +335,7 @@ def test_fewer_nodes_keep_the_global_batch(
 ) -> None:
     plan = planned(*overrides)
     hosts = [Host(name) for name in "abcd"[:nodes]]
-    smaller = shrink(plan, hosts)
+    smaller = shrink_plan(plan, hosts)
     assert smaller is not None
     assert smaller.batch.global_batch_size == plan.batch.global_batch_size
     assert (smaller.batch.micro_batch_size, smaller.batch.gradient_accumulation_steps) == (
@@ -349,8 +349,8 @@ def test_fewer_nodes_keep_the_global_batch(
 
 def test_a_batch_that_fewer_nodes_cannot_share_is_refused() -> None:
     plan = planned("training.global_batch_size=16", "training.micro_batch_size=2")
-    assert shrink(plan, [Host("a"), Host("b"), Host("c")]) is None  # 16 over 6 ranks
-    assert shrink(plan, [Host("a"), Host("b")]) is not None
+    assert shrink_plan(plan, [Host("a"), Host("b"), Host("c")]) is None  # 16 over 6 ranks
+    assert shrink_plan(plan, [Host("a"), Host("b")]) is not None
 
 
 def test_what_was_rendered_is_written(tmp_path: Path) -> None:

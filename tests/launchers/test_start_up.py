@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from supervised import Launch, Launches
 
-from trainctl.runs.lock import holder
+from trainctl.runs.lock import find_holder
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def check(launches: Launches, launch: Launch, strike: Callable[[Launch], None]) 
     took = launch.seconds_to_clean(time.monotonic())
     code, talk = launch.end()
     assert code != 0, talk
-    assert holder(launch.run) is None
+    assert find_holder(launch.run) is None
     print(f"{strike.__name__}: clean after {took:.2f} s, exit {code}: {talk.splitlines()[:1]}")
 
 

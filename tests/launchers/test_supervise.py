@@ -18,7 +18,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.schema import OffloadConfig, OffloadDevice
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.lock import holder
+from trainctl.runs.lock import find_holder
 from trainctl.runs.status import State
 
 
@@ -238,7 +238,7 @@ def test_a_killed_launcher_is_reported_by_its_agent_and_frees_the_run(launches: 
     launch.wait_for_step()
     os.kill(launch.process.pid, signal.SIGKILL)
     launch.seconds_to_clean(time.monotonic())
-    assert holder(launch.run) is None
+    assert find_holder(launch.run) is None
     status = launch.status()
     assert status.state is State.failed
     assert status.message == (

@@ -17,7 +17,7 @@ from trainctl.config.compose import compose, recompose
 from trainctl.config.schema import Accelerator, AttentionKind, DataType, ModelConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.launchers.planning import plan
+from trainctl.launchers.planning import plan_config
 from trainctl.memory.activations import block_activations
 from trainctl.memory.traced import TracedModel, block_on_tensor_rank
 from trainctl.plans.optimizers import parameter_groups
@@ -314,7 +314,7 @@ def test_plan_and_budget_count_what_a_function_makes(
 ) -> None:
     """Also of a class without transformers' blocks; found again from any other folder."""
     typed = "model.hidden_size=256"
-    planned = plan(compose(["recipe=tiny", f"model.factory=mine:{name}", typed]))
+    planned = plan_config(compose(["recipe=tiny", f"model.factory=mine:{name}", typed]))
     assert planned.errors == []
     (told,) = (each for each in planned.findings if each.key == "model.hidden_size")
     assert told.source == typed and f"which has {sizes[1]}" in told.message
@@ -329,7 +329,7 @@ def test_plan_and_budget_count_what_a_function_makes(
     assert planned.assessment.budget.components.parameters == pytest.approx(4 * parameters, rel=0.1)
     saved = recompose(made.config, ["training.steps=3"])
     os.chdir("/")
-    again = plan(saved)
+    again = plan_config(saved)
     assert again.errors == [] and again.composed.config.model == model
 
 
@@ -357,7 +357,7 @@ def test_a_function_whose_model_is_not_known_says_why(
 def test_a_function_whose_model_is_not_known_gets_no_numbers(
     own: Path, name: str, words: str
 ) -> None:
-    planned = plan(compose(["recipe=tiny", f"model.factory=mine:{name}"]), with_files=True)
+    planned = plan_config(compose(["recipe=tiny", f"model.factory=mine:{name}"]), with_files=True)
     (found,) = planned.errors
     assert found.key == "model.factory" and words in found.message
     assert planned.assessment.plan is planned.assessment.budget is None

@@ -23,8 +23,8 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import arrow, parquet
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import find_files, split_files
-from trainctl.readers.stream import Damaged
-from trainctl.readers.tables import NoColumn, read_in_process
+from trainctl.readers.stream import DamagedFile
+from trainctl.readers.tables import NoTextColumn, read_in_process
 from trainctl.tuning.input_files import missing_files
 
 TEXTS = ["first", "", 'two\nlines, and a "quote"', "Ωmega \U0001f600", "x" * 200_000, "last"] * 3
@@ -149,7 +149,7 @@ def test_a_table_that_is_cut_off_anywhere_is_no_shorter_one(tmp_path, kind):
     raw = file.read_bytes()
     for size in [*range(0, len(raw), max(1, len(raw) // 40)), len(raw) - 1]:
         file.write_bytes(raw[:size])
-        with pytest.raises(Damaged, match="cut off"):
+        with pytest.raises(DamagedFile, match="cut off"):
             read(kind, file)
         (finding,) = missing_files(config_of(kind, file))
         assert finding.rule == "TC138" and finding.key == "data.paths"
@@ -174,9 +174,9 @@ def test_an_offset_outside_its_buffer_is_damage_and_no_signal(tmp_path, write, r
     write(file, pa.table({"text": TEXTS}), len(TEXTS))
     assert texts("arrow", file) == TEXTS
     with_offset(file, row, offset)
-    with pytest.raises(Damaged, match=r"no Arrow, or cut off or damaged: .*offset"):
+    with pytest.raises(DamagedFile, match=r"no Arrow, or cut off or damaged: .*offset"):
         read("arrow", file)
-    with pytest.raises(Damaged, match=r"no Arrow, or cut off or damaged: .*offset"):
+    with pytest.raises(DamagedFile, match=r"no Arrow, or cut off or damaged: .*offset"):
         [*arrow.records(file)]
 
 
@@ -186,12 +186,12 @@ def test_a_short_buffer_and_an_index_outside_the_dictionary_are_damage(tmp_path)
     raw = file.read_bytes()
     length = struct.pack("<q", sum(len(text.encode()) for text in TEXTS))
     file.write_bytes(raw.replace(length, struct.pack("<q", 3), 1))
-    with pytest.raises(Damaged, match="no Arrow, or cut off or damaged"):
+    with pytest.raises(DamagedFile, match="no Arrow, or cut off or damaged"):
         read("arrow", file)
     index = pa.array([0, 1 << 20] * 8, pa.int32())
     array = pa.DictionaryArray.from_arrays(index, pa.array(TEXTS), safe=False)
     write_stream(file, pa.table({"text": array}))
-    with pytest.raises(Damaged, match="no Arrow, or cut off or damaged"):
+    with pytest.raises(DamagedFile, match="no Arrow, or cut off or damaged"):
         read("arrow", file)
 
 
@@ -201,7 +201,9 @@ def test_a_file_that_shrinks_while_it_is_mapped_ends_in_words(tmp_path):
     found = iter(Reader(new_section("data", "arrow")).read(file))
     assert next(found).line == 1
     os.truncate(file, 1 << 14)
-    with pytest.raises(Damaged, match=r"a\.arrow is damaged: the process that read it died by SIG"):
+    with pytest.raises(
+        DamagedFile, match=r"a\.arrow is damaged: the process that read it died by SIG"
+    ):
         assert [*found]
     write_file(file, table())
     assert texts("arrow", file) == TEXTS
@@ -210,7 +212,9 @@ def test_a_file_that_shrinks_while_it_is_mapped_ends_in_words(tmp_path):
 def test_what_else_ends_the_reading_process_is_told(tmp_path):
     with pytest.raises(TrainctlError, match="read 9 was killed by signal 9") as caught:
         [*read_in_process(signal.raise_signal, 9)]
-    assert caught.value.exit_code == ExitCode.environment and not isinstance(caught.value, Damaged)
+    assert caught.value.exit_code == ExitCode.environment and not isinstance(
+        caught.value, DamagedFile
+    )
 
 
 def test_readings_may_be_left_and_mixed(tmp_path):
@@ -317,7 +321,7 @@ def test_a_bad_row_of_csv_by_each_policy(tmp_path):
     with pytest.raises(TrainctlError, match="no column 'text' of texts: it has 'text' twice"):
         read("csv", file)
     file.write_bytes(b"PAR1" + bytes(99))
-    with pytest.raises(Damaged, match="is Parquet, not CSV"):
+    with pytest.raises(DamagedFile, match="is Parquet, not CSV"):
         read("csv", file)
     file.write_bytes(b"id|text\n0|good\n")
     assert texts("csv", file, delimiter="|") == ["good"]
@@ -377,7 +381,7 @@ def test_a_tar_that_is_cut_off_anywhere_is_no_shorter_one(tmp_path_factory, data
     file = tmp_path_factory.mktemp("cut") / "a.tar"
     at = data.draw(st.sampled_from([*range(0, end + 1024, 512)]) | st.integers(0, end + 1023))
     file.write_bytes(raw[:at])
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedFile):
         read("webdataset", file)
     file.write_bytes(raw[: end + 1024])
     assert texts("webdataset", file) == [fill.decode() * size for size in sizes]
@@ -386,10 +390,10 @@ def test_a_tar_that_is_cut_off_anywhere_is_no_shorter_one(tmp_path_factory, data
 def test_tars_one_after_the_other_are_refused(tmp_path):
     file = tmp_path / "a.tar"
     file.write_bytes(tar_of({"1.txt": b"one"}) + tar_of({"2.txt": b"two"}))
-    with pytest.raises(Damaged, match=r"damaged at byte 1,024, or tars one after the other"):
+    with pytest.raises(DamagedFile, match=r"damaged at byte 1,024, or tars one after the other"):
         read("webdataset", file)
     file.write_bytes(tar_of({"1.txt": b"one", "2.txt": b"two"})[:1024] + b"no header" * 999)
-    with pytest.raises(Damaged, match=r"damaged at byte 1,024"):
+    with pytest.raises(DamagedFile, match=r"damaged at byte 1,024"):
         read("webdataset", file)
 
 
@@ -406,7 +410,7 @@ def test_without_its_package_the_extra_is_named(tmp_path, monkeypatch, kind):
 
 
 def test_a_first_row_that_is_a_text_is_not_repeated_whole() -> None:
-    told = NoColumn(
+    told = NoTextColumn(
         Path("notes.csv"), "text", ["'" + "many words " * 1000 + "'"], ["many words " * 1000]
     )
     assert len(told.message) < 200 and len(told.hint) < 100

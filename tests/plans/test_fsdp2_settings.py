@@ -6,7 +6,7 @@ import pytest
 from plan_cases import config_with, cpus, gpus
 
 from trainctl.engines.patch_checks import TABLES
-from trainctl.engines.patches import At
+from trainctl.engines.patches import ProcessKind
 from trainctl.hardware.builds import needed_operators
 from trainctl.rules.resolve import resolve
 
@@ -42,6 +42,6 @@ def test_sizes_of_deepspeeds_buffers_have_no_effect(name):
 def test_nothing_of_deepspeeds_is_compiled_or_relied_on():
     config = config_with(**SHARDED, offload__optimizer="cpu", offload__parameters="cpu")
     assert needed_operators(config, cpus()) == {}
-    used = {table.package: table.needed(config, frozenset(At)) for table in TABLES}
+    used = {table.package: table.needed(config, frozenset(ProcessKind)) for table in TABLES}
     assert not used["deepspeed"]
     assert any("FSDPModule" in use.target for use in used["torch"])

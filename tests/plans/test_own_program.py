@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from trainctl.launchers.planning import Planned, compose, plan
+from trainctl.launchers.planning import PlannedConfig, compose_config, plan_config
 
 SCHEDULER = "deepspeed.scheduler={type: WarmupLR, params: {warmup_num_steps: 10}}"
 
 
-def planned(*overrides: str) -> Planned:
-    return plan(compose(["recipe=tiny", *overrides], None))
+def planned(*overrides: str) -> PlannedConfig:
+    return plan_config(compose_config(["recipe=tiny", *overrides], None))
 
 
 @pytest.mark.parametrize("program", ["script=train.py", "trainer=a:b"])

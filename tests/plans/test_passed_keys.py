@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_cases import config_with, gpus
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.plans.deepspeed import nest_settings
 from trainctl.plans.deepspeed_table import WHEN, WORDS
 from trainctl.rules.deepspeed_schema import load, versions
@@ -37,7 +37,7 @@ def test_the_tables_name_keys_of_the_schema_and_each_once():
 
 
 def findings_of(key, value, **changes):
-    section = nest_settings([Derived(key=key, value=value, reason="")])
+    section = nest_settings([DerivedValue(key=key, value=value, reason="")])
     resolution = resolve(config_with(deepspeed=section, **changes), gpus(8))
     return [(each.rule, each.key) for each in resolution.findings if each.is_error]
 

@@ -11,7 +11,7 @@ import pytest
 from plan_cases import config_with, cpus, gpus
 
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.keys import leaves
 from trainctl.rules.resolve import resolve
 
@@ -76,7 +76,7 @@ def variants(changes: dict) -> Iterator[dict]:
             yield changes | {key.replace(".", "__"): turned}
 
 
-def derived(base: str) -> list[Derived]:
+def derived(base: str) -> list[DerivedValue]:
     changes, hardware = BASES[base]
     found = []
     for variant in variants(changes):
@@ -100,5 +100,5 @@ def test_a_reason_names_what_the_value_follows_from(base: str) -> None:
 
 def test_a_derived_value_of_an_older_plan_has_no_sources() -> None:
     old = {"key": "total_steps", "value": 10, "reason": "training.steps"}
-    assert from_plain(Derived, old).sources == ()
-    assert to_plain(from_plain(Derived, old)) == {**old, "sources": []}
+    assert from_plain(DerivedValue, old).sources == ()
+    assert to_plain(from_plain(DerivedValue, old)) == {**old, "sources": []}

@@ -18,7 +18,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers import plain, stream
 from trainctl.readers.documents import Reader
 from trainctl.readers.files import find_files
-from trainctl.readers.stream import Damaged, is_compressed, open_decompressed, uncompressed_name
+from trainctl.readers.stream import DamagedFile, is_compressed, open_decompressed, uncompressed_name
 from trainctl.tuning.input_files import missing_files
 
 PACKERS = {
@@ -73,7 +73,7 @@ def test_a_file_that_is_cut_off_is_no_shorter_text(ending, texts, data):
         if at in edges:
             assert unpacked.read() == b"".join(texts[: edges.index(at)])
         else:
-            with pytest.raises(Damaged, match=f"a is cut off: its {KINDS[ending]} stream"):
+            with pytest.raises(DamagedFile, match=f"a is cut off: its {KINDS[ending]} stream"):
                 unpacked.read()
 
 
@@ -82,12 +82,12 @@ def test_a_broken_stream_is_named(ending):
     packed = bytearray(PACKERS[ending](LINES))
     packed[len(packed) // 2 : len(packed) // 2 + 8] = b"\xff" * 8
     with open_decompressed(InMemory(bytes(packed))) as unpacked:
-        with pytest.raises(Damaged, match=f"a is damaged: its {KINDS[ending]} stream breaks"):
+        with pytest.raises(DamagedFile, match=f"a is damaged: its {KINDS[ending]} stream breaks"):
             unpacked.read()
     with open_decompressed(
         InMemory(PACKERS[ending](LINES) + b"and then something else")
     ) as unpacked:
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedFile):
             unpacked.read()
 
 
@@ -105,7 +105,7 @@ def test_a_bomb_ends_before_it_fills_the_memory(ending, monkeypatch):
     bomb = PACKERS[ending](bytes(1 << 25))
     read = 0
     with open_decompressed(InMemory(bomb)) as unpacked:
-        with pytest.raises(Damaged, match=r"a is no text: [0-9,]+ bytes become more than"):
+        with pytest.raises(DamagedFile, match=r"a is no text: [0-9,]+ bytes become more than"):
             while piece := unpacked.read(1 << 16):
                 read += len(piece)
     assert read <= max(1 << 20, stream.MOST_GROWTH * len(bomb)) < 1 << 25

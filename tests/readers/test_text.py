@@ -275,7 +275,7 @@ def test_where_the_kernels_folders_are_ordinary_ones_files_beside_them_are_read(
 
 def test_a_file_that_gives_nothing_is_named_while_it_is_waited_for(monkeypatch, capfd):
     monkeypatch.setattr(silence, "SILENT_SECONDS", 0.05)
-    monkeypatch.setattr(silence, "_watch", silence._Watch())
+    monkeypatch.setattr(silence, "_watch", silence._StallWatch())
     said = []
 
     def slow(reader, file):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.runs.failures import Cause, cause_of, describe, exit_code, host_oom_kills
+from trainctl.runs.failures import Cause, cause_of, describe_exit, exit_code, host_oom_kills
 
 # As torch 2.11 to 2.13, DeepSpeed 0.19 and the kernel say it.
 ERRORS = [
@@ -81,10 +81,10 @@ def test_exit_codes() -> None:
 def test_the_cause_is_part_of_the_sentence(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     log.write_text("Traceback (most recent call last):\n  File x\nMemoryError\n")
-    fields = describe(1, log)
+    fields = describe_exit(1, log)
     assert fields["message"] == "ended with exit code 1 (out of memory on the host): MemoryError"
     assert fields["cause"] == "host_memory" and "offload" in fields["hint"]
-    killed = describe(-9, log, host_oom_kills=2)
+    killed = describe_exit(-9, log, host_oom_kills=2)
     assert killed["message"] == "was killed by SIGKILL (out of memory on the host)"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import Accelerator, LauncherConfig, RunConfig
 from trainctl.config.store import load_config
 from trainctl.errors import ExitCode, TrainctlError
@@ -40,7 +40,7 @@ PLAN = RunPlan(
     stop_step=5,
     warmup_steps=1,
     deepspeed={"train_batch_size": 4, "optimizer": {"params": {"lr": 3e-4}}},
-    derived=(Derived(key="total_steps", value=10, reason="as set"),),
+    derived=(DerivedValue(key="total_steps", value=10, reason="as set"),),
     not_yet=("fp8",),
 )
 

@@ -56,10 +56,10 @@ def test_the_tail_of_a_log_is_short_whatever_is_in_it(tmp_path: Path) -> None:
 def test_how_a_rank_ended_in_words_and_as_an_exit_code(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_text(TRACEBACK)
-    killed = failures.describe(-9, path)
+    killed = failures.describe_exit(-9, path)
     assert (killed["signal"], killed["exit_code"]) == ("SIGKILL", None)
     assert "out of memory" in killed["hint"]
-    raised = failures.describe(1, path)
+    raised = failures.describe_exit(1, path)
     assert raised["message"] == "ended with exit code 1: ValueError: no: good"
     event = {"rank": 3, "node": 0, "host": "h", "pid": 7, **killed}
     assert failures.describe_failure(event) == "rank 3 (node 0, h, process 7) was killed by SIGKILL"
@@ -108,5 +108,5 @@ def test_a_script_that_cannot_take_the_json_is_told_the_key_for_it(
     tmp_path: Path, said: str
 ) -> None:
     (tmp_path / "log").write_text(f"Traceback (most recent call last):\n  File ...\n{said}\n")
-    hint = failures.describe(2, tmp_path / "log", uses_trainctl_codes=False)["hint"]
+    hint = failures.describe_exit(2, tmp_path / "log", uses_trainctl_codes=False)["hint"]
     assert hint.startswith("script_config_flag=null")

@@ -18,7 +18,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.runs.directory import create_run, find_runs
 from trainctl.runs.files import UMASK_VARIABLE
-from trainctl.runs.lock import hold, holder
+from trainctl.runs.lock import find_holder, hold_lock
 from trainctl.runs.records import EventWriter, read_events
 
 NOBODY = 65_534
@@ -82,12 +82,12 @@ def test_who_can_only_read_a_run_cannot_hold_it_up(
 ) -> None:
     monkeypatch.setenv(UMASK_VARIABLE, "022")
     run = create_run(RunConfig(), run_dir=folder / "run")
-    with EventWriter(run.events, 1) as writer, hold(run):
+    with EventWriter(run.events, 1) as writer, hold_lock(run):
         writer.write("start")
         for lock in (run.lock, run.root / "events.lock"):
             assert as_nobody(lock.read_bytes) == "PermissionError"
-        assert as_nobody(lambda: holder(run) is not None) == "True"
-    assert as_nobody(lambda: holder(run)) == "None"
+        assert as_nobody(lambda: find_holder(run) is not None) == "True"
+    assert as_nobody(lambda: find_holder(run)) == "None"
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:  # locks all that he can open, and stays
@@ -107,7 +107,7 @@ def test_who_can_only_read_a_run_cannot_hold_it_up(
     try:
         assert int(os.read(reads, 9)) >= 3, "he can open some"
         start = time.monotonic()
-        with hold(run), EventWriter(run.events, 1) as writer:
+        with hold_lock(run), EventWriter(run.events, 1) as writer:
             for step in range(5):
                 writer.write("step", step=step)
         assert time.monotonic() - start < 0.9 and len(read_events(run.events)) == 6

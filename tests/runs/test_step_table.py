@@ -23,7 +23,7 @@ from trainctl.runs.records import (
     RecordReader,
     events_from_end,
     read_events,
-    short,
+    round_measured,
     steps_from_end,
 )
 from trainctl.runs.step_table import step_files
@@ -51,9 +51,9 @@ def fields_of(step: int) -> dict[str, Any]:
         "learning_rate": rate,
         "learning_rates": {"decayed": rate, "undecayed": rate},
         "grad_norm": math.hypot(*norms),
-        "grad_norms": {"decayed": short(norms[0]), "undecayed": short(norms[1])},
+        "grad_norms": {"decayed": round_measured(norms[0]), "undecayed": round_measured(norms[1])},
         "tokens": step * 524288,
-        "tokens_per_second": short(speed),
+        "tokens_per_second": round_measured(speed),
         "mfu": None,
         "seconds": {**seconds, "optimizer": 0.031234},
         "peak_bytes": {"allocated": None, "host": 4_113_103_360 + step},

@@ -10,7 +10,7 @@ from pathlib import Path
 from trainctl.errors import TrainctlError
 from trainctl.launchers.interface import LaunchRequest, launch_function
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
     plan = read_plan(run.root / "plan_for_tests.json")
     stand_in = Path(__file__).with_name("stand_in.py")
     try:
-        with hold(run):
+        with hold_lock(run):
             print(json.dumps({"event": "locked", "after": last_attempt(run)}), flush=True)
             launch = LaunchRequest(
                 run=run,

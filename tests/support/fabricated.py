@@ -57,4 +57,4 @@ def fabricate(run: RunPaths, model: ModelConfig, *, step: int = 1, deviation: fl
             "fragments": fragments,
         },
     )
-    return checkpoints.commit(run, step)
+    return checkpoints.commit_checkpoint(run, step)

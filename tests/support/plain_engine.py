@@ -16,7 +16,7 @@ from rank_processes import Case
 from torch import nn
 
 from trainctl.config import registry
-from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch, Sums
+from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch, StepSums
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.protocol import Change, Engine, Job, MakeParameter, States
 from trainctl.engines.shards import ElementRange, Fragment, Pieces
@@ -73,8 +73,8 @@ class PlainEngine(Engine):
     def module(self) -> nn.Module:
         return self._module
 
-    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
-        sums = Sums(torch.device("cpu"))
+    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> StepSums:
+        sums = StepSums(torch.device("cpu"))
         for batch in batches:
             loss = self._loss(batch)
             (loss / num_labels).backward()

@@ -79,7 +79,7 @@ def save(
         **facts,
     }
     write_manifest(folder, {k: v for k, v in manifest.items() if k not in leave_out})
-    return checkpoints.commit(run, step, weights_only=weights_only)
+    return checkpoints.commit_checkpoint(run, step, weights_only=weights_only)
 
 
 def tensor_file(numels: dict[str, int], width: int = 32) -> bytes:

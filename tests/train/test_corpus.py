@@ -18,7 +18,7 @@ import pytest
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataConfig, TokenizerConfig
-from trainctl.data.cache_files import cache_folder, locked
+from trainctl.data.cache_files import cache_folder, lock_folder
 from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, build_corpus, build_users_corpus
 from trainctl.data.tokenizer import ByteTokenizer
@@ -319,10 +319,10 @@ def test_who_has_to_wait_is_told_for_whom(texts):
     told: list[str] = []
 
     def wait():
-        with locked(folder, told.append):
+        with lock_folder(folder, told.append):
             told.append("has it")
 
-    with locked(folder, told.append):
+    with lock_folder(folder, told.append):
         waiting = threading.Thread(target=wait)
         waiting.start()
         while not told:
@@ -383,10 +383,10 @@ def texts_of(config, split):
 
 def test_a_function_that_gave_texts_in_the_first_format_is_not_asked_again(tmp_path, monkeypatch):
     config = DataConfig(factory=f"{__name__}:texts_of")
-    monkeypatch.setattr("trainctl.data.corpus.load", lambda key, name: texts_of)
+    monkeypatch.setattr("trainctl.data.corpus.load_user_function", lambda key, name: texts_of)
     corpus = build_users_corpus(config, ByteTokenizer(), tmp_path / "first")
     in_format_1(corpus, tmp_path / "old")
-    monkeypatch.setattr("trainctl.data.corpus.load", lambda key, name: 1 / 0)
+    monkeypatch.setattr("trainctl.data.corpus.load_user_function", lambda key, name: 1 / 0)
     told: list[str] = []
     again = build_users_corpus(config, ByteTokenizer(), tmp_path / "old", notify=told.append)
     assert replace(again, folder=corpus.folder) == corpus.as_without_ends()

@@ -8,7 +8,7 @@ import pytest
 from parity_cases import Difference, enlarge
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.plans.deepspeed import flatten, nest_settings
 from trainctl.rules.passed_keys import PASS_THROUGH_KEYS
 from trainctl.runs.layout import RunPaths
@@ -103,7 +103,9 @@ def config(keys, **changes):
         checkpoint__every_steps=2,
         **changes,
     )
-    made.deepspeed = nest_settings([Derived(key=key, value=keys[key], reason="") for key in keys])
+    made.deepspeed = nest_settings(
+        [DerivedValue(key=key, value=keys[key], reason="") for key in keys]
+    )
     return made
 
 

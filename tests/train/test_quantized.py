@@ -27,7 +27,7 @@ from trainctl.runs.manifest import read_manifest
 from trainctl.train.adapters import quantized
 from trainctl.train.adapters.export import export_adapter
 from trainctl.train.adapters.layers import initial_adapter
-from trainctl.train.adapters.quantized import Dequantized, Quantized, codec_of
+from trainctl.train.adapters.quantized import DequantizedWeights, QuantizedWeights, codec_of
 from trainctl.train.checkpoint.export import export
 from trainctl.train.data import TrainingData
 from trainctl.train.models.loaded import load
@@ -68,18 +68,18 @@ def test_any_range_has_the_bytes_of_the_whole(
     codecs, cpu = {"layer.weight": codec}, torch.device("cpu")
     size = packed_size(kind, LAYER.outputs, LAYER.inputs)
     packed = torch.Size((size.total,))
-    whole = Quantized(drawn, codecs, cpu).read("layer.weight", packed, 0, size.total)
+    whole = QuantizedWeights(drawn, codecs, cpu).read("layer.weight", packed, 0, size.total)
     assert whole.dtype is torch.uint8 and whole.numel() == size.total
     monkeypatch.setattr(quantized, "CHUNK", 20 * BLOCK)
     drawn.most = 0
-    source = Quantized(drawn, codecs, cpu)
+    source = QuantizedWeights(drawn, codecs, cpu)
     for start, end in ((0, 7), (3, size.header + 1), (size.header - 2, 9_001), (9_000, size.total)):
         part = source.read("layer.weight", packed, start, end)
         assert torch.equal(part, whole[start:end]), (start, end)
     assert drawn.most <= 20 * BLOCK
     matrix = codec.matrix(whole, torch.float32)
     assert 0 < (matrix - drawn.weight).abs().max() < {BaseWeights.int8: 0.02}.get(kind, 0.6)
-    plain, shape = Dequantized(drawn, codecs, cpu), drawn.weight.shape
+    plain, shape = DequantizedWeights(drawn, codecs, cpu), drawn.weight.shape
     for start, end in ((0, 5), (63, 65), (170, 30_000), (0, shape.numel())):
         part = plain.read("layer.weight", shape, start, end)
         torch.testing.assert_close(part, matrix.view(-1)[start:end], rtol=0, atol=0)
@@ -95,7 +95,7 @@ def test_layers_of_four_bits_are_bitsandbytes_own(double: bool) -> None:
     theirs.load_state_dict({"weight": drawn.weight})
     theirs = theirs.to("cpu")
     codec = codec_of(BaseWeights.nf4_double if double else BaseWeights.nf4, layer)
-    source = Quantized(drawn, {"layer.weight": codec}, torch.device("cpu"))
+    source = QuantizedWeights(drawn, {"layer.weight": codec}, torch.device("cpu"))
     packed = source.read("layer.weight", torch.Size((codec.total,)), 0, codec.total)
     assert torch.equal(packed[codec.header :], theirs.weight.data.view(-1))
     inputs = torch.randn(3, layer.inputs, requires_grad=True)

@@ -23,7 +23,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.data.corpus import CorpusBuilder, build_corpus
 from trainctl.data.corpus_record import Corpus
-from trainctl.data.token_arrays import Joined, Span
+from trainctl.data.token_arrays import JoinedSpans, Span
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.tokens import IdType
@@ -144,7 +144,7 @@ def test_any_slice_of_joined_spans_is_that_of_one_array(tmp_path_factory, sizes,
         np.array([7, *ids, 7], "<u2").tofile(file)
         spans.append(Span(str(file), "<u2", 0, 1, size, file.stat().st_size, 1000))
         whole += ids
-    joined = Joined(spans)
+    joined = JoinedSpans(spans)
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(0, len(whole) + 3))
     assert len(joined) == len(whole) and joined[start:stop].tolist() == whole[start:stop]

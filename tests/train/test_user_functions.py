@@ -11,7 +11,7 @@ import torch
 from trainctl.config.schema import DataConfig, ModelConfig
 from trainctl.data.corpus import build_users_corpus
 from trainctl.data.tokenizer import ByteTokenizer
-from trainctl.data.user_functions import load
+from trainctl.data.user_functions import load_user_function
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.train.models.model import skeleton
 
@@ -52,7 +52,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_what_cannot_be_imported(own: Path, reference: str, message: str) -> None:
     with pytest.raises(TrainctlError) as caught:
-        load("trainer", reference)
+        load_user_function("trainer", reference)
     assert f"trainer={reference}" in caught.value.message and message in caught.value.message
     if "broken" in reference:
         assert caught.value.message.endswith(f"({own}/broken_code.py:3)")

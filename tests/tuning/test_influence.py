@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from trainctl.config.keys import leaves
-from trainctl.launchers.planning import compose, plan
+from trainctl.launchers.planning import compose_config, plan_config
 from trainctl.plans.types import RunPlan
 from trainctl.tuning.value_explanation import derived_from
 
 
 @pytest.fixture(scope="module")
 def made() -> RunPlan:
-    found = plan(compose(["recipe=7b-zero3", "hardware=8xh100-80g"], None)).assessment.plan
+    found = plan_config(
+        compose_config(["recipe=7b-zero3", "hardware=8xh100-80g"], None)
+    ).assessment.plan
     assert found is not None
     return found
 

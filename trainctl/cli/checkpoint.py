@@ -19,11 +19,15 @@ from trainctl.cli.console import (
 )
 from trainctl.errors import ExitCode
 from trainctl.launchers.stop import save_now
-from trainctl.runs.checkpoint_selection import describe_checkpoints, require_another, select
-from trainctl.runs.checkpoint_selection import verify as problems_of
-from trainctl.runs.checkpoints import clean_temporary, delete
+from trainctl.runs.checkpoint_selection import (
+    describe_checkpoints,
+    require_another,
+    select_checkpoints,
+)
+from trainctl.runs.checkpoint_selection import verify_checkpoint as problems_of
+from trainctl.runs.checkpoints import clean_temporary, delete_checkpoint
 from trainctl.runs.directory import open_or_newest, open_run
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 
 app = typer.Typer(help="List, verify, remove and save checkpoints.", add_completion=False)
 
@@ -61,7 +65,7 @@ def verify(
     with Meter() as meter:
         rows: list[dict[str, Any]] = [
             {"step": number, "path": str(path), "problems": problems_of(paths, path, meter)}
-            for number, path in select(paths, None if step is None else [step])
+            for number, path in select_checkpoints(paths, None if step is None else [step])
         ]
     if as_json:
         print_json({"schema": 1, "run": str(paths.root), "checkpoints": rows})
@@ -89,13 +93,13 @@ def rm(
     Example: trainctl checkpoint rm runs/NAME 1000 2000
     """
     paths = open_run(run)
-    with hold(paths):  # keeps a trainer's rotation out
-        doomed = select(paths, steps)
+    with hold_lock(paths):  # keeps a trainer's rotation out
+        doomed = select_checkpoints(paths, steps)
         if not force:
             with Meter() as meter:
                 require_another(paths, [path for _, path in doomed], meter)
         for _, path in doomed:
-            delete(paths, path)
+            delete_checkpoint(paths, path)
         clean_temporary(paths)
     if as_json:
         print_json(

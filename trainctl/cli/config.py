@@ -26,7 +26,7 @@ from trainctl.config.json_file import read_json
 from trainctl.config.json_schema import option_schema, recipe_schema
 from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
-from trainctl.launchers.planning import compose_target, plan
+from trainctl.launchers.planning import compose_target, plan_config
 from trainctl.rules.deepspeed.case import JsonContext
 from trainctl.rules.deepspeed_schema import deepspeed_schema
 from trainctl.rules.registry import check_file
@@ -37,7 +37,7 @@ from trainctl.tuning.config_diff import (
     json_config,
     planned_config,
 )
-from trainctl.tuning.import_json import Imported, world_size_of
+from trainctl.tuning.import_json import ImportResult, world_size_of
 from trainctl.tuning.import_json import import_json as imported_from
 from trainctl.tuning.recipes import import_recipe
 from trainctl.tuning.value_explanation import explain, unknown_key_error
@@ -83,7 +83,7 @@ def import_json(
             print_data(quote(override))
 
 
-def _import_json_document(imported: Imported) -> dict[str, Any]:
+def _import_json_document(imported: ImportResult) -> dict[str, Any]:
     return {
         "schema": 1,
         "overrides": imported.overrides,
@@ -121,7 +121,7 @@ def deepspeed(
 
     Example: trainctl config deepspeed 7b-zero3 hardware=8xh100-80g
     """
-    planned = plan(compose_target(*split_target(target), config_dir, attempt=attempt))
+    planned = plan_config(compose_target(*split_target(target), config_dir, attempt=attempt))
     made = planned.plan
     show_findings(planned.findings)
     if not made.deepspeed:
@@ -152,7 +152,7 @@ def why(
     """
     composed = compose_target(*split_target(overrides), config_dir, attempt=attempt)
     show_findings(composed.findings)
-    planned = plan(composed)
+    planned = plan_config(composed)
     composed, made = planned.composed, planned.assessment.plan
     answer = explain(key, composed, made)
     if answer is None:
@@ -196,7 +196,7 @@ def _read_side(name: str, config_dir: Path | None, attempt: int | None = None) -
         return json_config(path)
     composed = compose_target(name, (), config_dir, attempt=attempt)
     show_findings(composed.findings)
-    return planned_config(name, composed.config, plan(composed).assessment.plan)
+    return planned_config(name, composed.config, plan_config(composed).assessment.plan)
 
 
 def _print_differences(differences: Sequence[Difference], left: str, right: str) -> None:

@@ -16,7 +16,7 @@ from trainctl.cli.record_lines import clock
 from trainctl.monitor.report.columns import Numbers
 from trainctl.monitor.report.history import History
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.listing import RunSummary, summarise
+from trainctl.runs.listing import RunSummary, summarise_run
 
 POLL_SECONDS = 1.0
 READ_BYTES = 16 << 20
@@ -40,7 +40,7 @@ def follow_curves(run: RunPaths) -> None:
     shown: list[str] = []
     with suppress(KeyboardInterrupt), _alternate_screen():
         while True:
-            summary = summarise(run)
+            summary = summarise_run(run)
             is_behind = history.read(READ_BYTES)
             size = shutil.get_terminal_size()
             drawn = render_screen(history, summary, size.columns, size.lines)

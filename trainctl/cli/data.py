@@ -19,7 +19,7 @@ from trainctl.cli.console import (
     show_findings,
     to_printable,
 )
-from trainctl.config.compose import Composed
+from trainctl.config.compose import ComposedConfig
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target
@@ -195,7 +195,7 @@ def _samples_of_run(
 
 
 def _planned_samples(
-    composed: Composed, samples: str | None, step: int | None, characters: int
+    composed: ComposedConfig, samples: str | None, step: int | None, characters: int
 ) -> list[Sample]:
     """Read samples that a run of the configuration would draw."""
     from trainctl.data.sample_contents import parse_counters, planned_counters, read_samples

@@ -22,7 +22,7 @@ from trainctl.cli.console import (
 from trainctl.data.source_lengths import data_plan_of
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target, name_sources
-from trainctl.launchers.planning import plan as make_plan
+from trainctl.launchers.planning import plan_config as make_plan
 from trainctl.monitor.report.charts import corpus_chart, mixture_chart
 
 if TYPE_CHECKING:

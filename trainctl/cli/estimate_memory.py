@@ -19,7 +19,7 @@ from trainctl.cli.plan_view import (
 )
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers.measure import MeasuringStopped, measure
-from trainctl.launchers.planning import Planned, PlannedPoint, plan_points
+from trainctl.launchers.planning import PlannedConfig, PlannedPoint, plan_points
 from trainctl.memory.traced import compare_with_closed_form
 
 FITS = {True: "fits", False: "does not fit", None: "too close to tell"}
@@ -122,7 +122,7 @@ def _print_comparison(points: Sequence[PlannedPoint], as_json: bool) -> None:
     print_table(("configuration", "peak, GiB", "at", "host, GiB", ""), rows, right=(1, 3))
 
 
-def _print_budget(planned: Planned, as_json: bool) -> int:
+def _print_budget(planned: PlannedConfig, as_json: bool) -> int:
     """Show one budget and return the exit code."""
     budget, config, hardware = planned.budget, planned.composed.config, planned.hardware
     traced = compare_with_closed_form(planned.traced, planned.plan) if planned.traced else {}

@@ -44,7 +44,7 @@ from trainctl.cli.plan_view import (
 )
 from trainctl.cli.progress import LiveFollower, Progress
 from trainctl.config.codec import to_plain
-from trainctl.config.compose import Composed, recompose
+from trainctl.config.compose import ComposedConfig, recompose
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import ignored_trainer_settings, with_script_arguments
 from trainctl.errors import ExitCode, TrainctlError
@@ -52,13 +52,19 @@ from trainctl.launchers.interface import (
     AttemptRequest,
     LaunchRequest,
     Outcome,
-    cores,
+    available_cores,
     has_scheduler,
     launch_function,
     render,
 )
 from trainctl.launchers.local import require_space
-from trainctl.launchers.planning import Planned, checkpoint_bytes, compose, machine_findings, plan
+from trainctl.launchers.planning import (
+    PlannedConfig,
+    checkpoint_bytes,
+    compose_config,
+    machine_findings,
+    plan_config,
+)
 from trainctl.launchers.processes import start_in_background
 from trainctl.launchers.resume import (
     PlannedResume,
@@ -88,7 +94,7 @@ from trainctl.runs.event_descriptions import (
 )
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import ResumePoint
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.records import read_events
 from trainctl.runs.status import State
 
@@ -131,7 +137,7 @@ def launch(
             # A scheduler repeats the whole command, so it composes as the first launch did.
             resume_run(
                 run_dir,
-                lambda _: with_script_arguments(compose(overrides, config_dir), words),
+                lambda _: with_script_arguments(compose_config(overrides, config_dir), words),
                 dry_run=dry_run,
                 force=force,
                 as_json=as_json,
@@ -139,10 +145,10 @@ def launch(
                 detach=detach,
             )
             return
-    composed = with_script_arguments(compose(overrides, config_dir), words)
+    composed = with_script_arguments(compose_config(overrides, config_dir), words)
     if not dry_run:
         tolerate_broken_pipe()
-    planned = plan(composed, with_files=True, tokenize=True)
+    planned = plan_config(composed, with_files=True, tokenize=True)
     made = show_accepted_plan(planned, force=force, as_json=as_json, verbose=verbose or dry_run)
     if dry_run:
         if has_scheduler(made.config):  # its check does not look at this machine
@@ -209,7 +215,9 @@ def program_name(config: RunConfig) -> str:
     return Path(config.script).name if config.script is not None else str(config.trainer)
 
 
-def show_accepted_plan(planned: Planned, *, force: bool, as_json: bool, verbose: bool) -> RunPlan:
+def show_accepted_plan(
+    planned: PlannedConfig, *, force: bool, as_json: bool, verbose: bool
+) -> RunPlan:
     """Show plan, budget and findings; return the plan.
 
     The brief form keeps the following output on the screen; the whole is shown with `verbose`, or
@@ -245,7 +253,7 @@ def show_accepted_plan(planned: Planned, *, force: bool, as_json: bool, verbose:
     return made
 
 
-def check_machine(planned: Planned, made: RunPlan, folder: Path) -> None:
+def check_machine(planned: PlannedConfig, made: RunPlan, folder: Path) -> None:
     """Refuse to start if the machines are not what the plan needs, or the run cannot be stored."""
     findings = machine_findings(planned, made, folder)
     if any(finding.is_error for finding in findings):
@@ -258,7 +266,7 @@ def run_attempt(
 ) -> None:
     """Start the next attempt; unless detached, show its records and how it ended."""
     every = made.config.logging.every_steps
-    with hold(run) as lock:
+    with hold_lock(run) as lock:
         attempt = new_attempt(run, made)
         if not as_json:
             print_data(f"run directory: {run.root}")
@@ -347,11 +355,11 @@ def _show_resume_hint(run: RunPaths, made: RunPlan) -> None:
         print_message(f"trainctl resume {run.root} starts {program_name(made.config)} again")
 
 
-def show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool) -> None:
+def show_start(planned: PlannedConfig, made: RunPlan, run: RunPaths, *, as_json: bool) -> None:
     """Print the commands of a dry run; with `as_json` also plan and budget, as one document."""
     attempt = run.attempt(last_attempt(run) + 1)
     start = AttemptRequest(
-        plan=made, run=run, attempt=attempt, environment=os.environ, cores=cores()
+        plan=made, run=run, attempt=attempt, environment=os.environ, cores=available_cores()
     )
     rendered = render(start)
     if not as_json:
@@ -375,7 +383,7 @@ def show_start(planned: Planned, made: RunPlan, run: RunPaths, *, as_json: bool)
 
 def resume_run(
     root: Path,
-    configure: Callable[[RunConfig], Composed],
+    configure: Callable[[RunConfig], ComposedConfig],
     *,
     dry_run: bool,
     force: bool,
@@ -397,7 +405,7 @@ def resume_run(
     run = open_run(root)
     if not dry_run:
         tolerate_broken_pipe()
-    with hold(run):
+    with hold_lock(run):
         standing = effective_attempt(run) if attempt is None else None
         show_findings(ignored_config_findings(run, standing))
         resume = plan_resume(

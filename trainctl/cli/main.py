@@ -24,7 +24,7 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 COMPLETE_VARIABLE = "_TRAINCTL_COMPLETE"
 
-_OF_THE_MACHINE = (
+_MACHINE_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EACCES,
@@ -103,7 +103,7 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, FileNotFoundError) and _has_no_folder():
             show_error("the current folder is not there any more", "cd to one that is: cd ~")
             return ExitCode.environment
-        if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
             _show_machine_error(error)
             return ExitCode.environment
         _show_bug(error)

@@ -18,7 +18,7 @@ from trainctl.cli.console import (
     show_findings,
 )
 from trainctl.cli.plan_view import layout_words
-from trainctl.config.compose import Composed, compose
+from trainctl.config.compose import ComposedConfig, compose
 from trainctl.config.editor import link_recipe
 from trainctl.config.overrides import ALIASES
 from trainctl.errors import TrainctlError
@@ -27,7 +27,7 @@ from trainctl.launchers.planning import name_sources, read_factory
 from trainctl.memory.constants import GIB
 from trainctl.tuning.compute import device_rates
 from trainctl.tuning.recipes import check_recipe_file, plan_recipe
-from trainctl.tuning.search import FoundPlan, Rejected, Search, search
+from trainctl.tuning.search import FoundPlan, RejectedVariant, Search, search
 from trainctl.tuning.speed import StepTime, overrides
 
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Plans to show.")]
@@ -58,7 +58,7 @@ _LEAST_SHARE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _ShownFacts:
     """Facts that decide which figures of a plan are shown."""
 
     rates_are_known: bool
@@ -101,7 +101,7 @@ def plan(
     show_findings(composed.findings)
     if not result.found:
         raise TrainctlError.from_findings(name_sources(composed, result.findings))
-    show = _Shown(
+    show = _ShownFacts(
         rates_are_known=device_rates(hardware, composed.config.precision).is_known,
         has_length=not is_open,
     )
@@ -127,14 +127,14 @@ def plan(
         print_message(f"saved {write}; start it with: {_launch_command(write, config_dir)}")
 
 
-def _user_set_keys(composed: Composed) -> frozenset[str]:
+def _user_set_keys(composed: ComposedConfig) -> frozenset[str]:
     """Return the groups and keys that the user has set, including those that are not searched."""
     names = {override.partition("=")[0] for override in composed.overrides}
     return frozenset(ALIASES.get(name, name) for name in names)
 
 
 def _result_lines(
-    result: Search, hardware: Hardware, price: float | None, show: _Shown
+    result: Search, hardware: Hardware, price: float | None, show: _ShownFacts
 ) -> list[str]:
     """Return the plans as text: speed and memory first, then the reasons."""
     first = result.found[0]
@@ -153,7 +153,7 @@ def _result_lines(
 
 
 def _plan_details(
-    found: FoundPlan, first: FoundPlan, price: float | None, show: _Shown
+    found: FoundPlan, first: FoundPlan, price: float | None, show: _ShownFacts
 ) -> list[str]:
     lines = []
     if show.rates_are_known:
@@ -201,7 +201,7 @@ def _why_slower(found: FoundPlan, first: FoundPlan) -> str:
     return f"{slower:+.1%} time a token" + (f" ({', '.join(named)})" if named else "")
 
 
-def _next_faster(rejected: Rejected, with_share: bool = True) -> str:
+def _next_faster(rejected: RejectedVariant, with_share: bool = True) -> str:
     """Describe the next faster variant: the time saved per token, and why it was rejected."""
     what = " ".join(overrides(rejected.values)) or "the same"
     saved = f" ({rejected.saved:.1%} less time a token)" if with_share else ""
@@ -209,7 +209,7 @@ def _next_faster(rejected: Rejected, with_share: bool = True) -> str:
 
 
 def _to_json(
-    result: Search, hardware: Hardware, price: float | None, show: _Shown
+    result: Search, hardware: Hardware, price: float | None, show: _ShownFacts
 ) -> dict[str, Any]:
     return {
         "schema": 1,
@@ -221,7 +221,7 @@ def _to_json(
 
 
 def _plan_json(
-    found: FoundPlan, first: FoundPlan, price: float | None, show: _Shown
+    found: FoundPlan, first: FoundPlan, price: float | None, show: _ShownFacts
 ) -> dict[str, Any]:
     """Return one plan as JSON; fields that depend on unknown rates are null."""
     mesh, batch, memory = found.plan.mesh, found.plan.batch, found.budget
@@ -270,7 +270,7 @@ def _step_text(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def _recipe_comment(found: FoundPlan, show: _Shown) -> list[str]:
+def _recipe_comment(found: FoundPlan, show: _ShownFacts) -> list[str]:
     lines = [f"{found.plan.config.model.name} on {found.plan.hardware.name}, by trainctl plan."]
     if show.rates_are_known:
         rate = found.tokens_per_second_per_device

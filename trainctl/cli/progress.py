@@ -94,7 +94,7 @@ class LiveLine:
             stream = getattr(sys, name)
             if stream.isatty():
                 self._replaced[name] = stream
-                setattr(sys, name, _Above(stream, self))
+                setattr(sys, name, _StreamAboveLine(stream, self))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,7 +143,7 @@ class LiveLine:
         return self._drawn
 
 
-class _Above:
+class _StreamAboveLine:
     """A terminal stream that writes above the live line."""
 
     def __init__(self, stream: TextIO, line: LiveLine) -> None:

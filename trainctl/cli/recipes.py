@@ -10,7 +10,7 @@ from trainctl.cli.console import print_json, print_table
 from trainctl.config.catalog import RecipeInfo
 from trainctl.config.catalog import list_recipes as find_recipes
 from trainctl.errors import TrainctlError
-from trainctl.launchers.planning import can_launch, compose, plan
+from trainctl.launchers.planning import can_launch, compose_config, plan_config
 from trainctl.runs.directory import DEFAULT_ROOT
 
 VERDICTS = {True: "yes", False: "no", None: "perhaps"}
@@ -46,7 +46,7 @@ def _check_machine(name: str, config_dir: Path | None) -> tuple[bool | None, str
     Data and weights, which the user must name, are not checked.
     """
     try:
-        planned = plan(compose([f"recipe={name}"], config_dir))
+        planned = plan_config(compose_config([f"recipe={name}"], config_dir))
         return can_launch(planned, DEFAULT_ROOT)
     except TrainctlError as error:
         return False, error.findings[0].message if error.findings else error.message

@@ -76,7 +76,6 @@ def report(
     Examples: trainctl report runs/A runs/B -o report.html; trainctl report sweeps/125m
     """
     from trainctl.monitor.report.document import read_histories, report_document, title_of
-    from trainctl.monitor.report.page import page
 
     form = _output_form(as_json=as_json, as_csv=as_csv, output=output)
     if buckets is not None and 0 < buckets < 64:
@@ -92,7 +91,7 @@ def report(
     if form is _Form.json and output is None:
         print_json(made)
         return
-    text = page(made, title=title_of(histories)) if form is _Form.html else _report_text(made, form)
+    text = _report_text(made, form, title_of(histories))
     if form is not _Form.html and output is None:
         sys.stdout.write(text)
         return
@@ -126,13 +125,16 @@ def _write_report(path: Path, text: str) -> None:
         ) from None
 
 
-def _report_text(made: dict[str, Any], form: _Form) -> str:
-    """Return the document as JSON, or its series as CSV."""
-    from trainctl.monitor.report.document import rows
+def _report_text(made: dict[str, Any], form: _Form, title: str) -> str:
+    """Return the document as a page or as JSON, or its series as CSV."""
+    from trainctl.monitor.report.document import report_rows
+    from trainctl.monitor.report.page import report_page
 
+    if form is _Form.html:
+        return report_page(made, title=title)
     if form is _Form.json:
         return json.dumps(made, ensure_ascii=False, allow_nan=False) + "\n"
     stream = io.StringIO()
-    cells = (["" if value is None else value for value in row] for row in rows(made))
+    cells = (["" if value is None else value for value in row] for row in report_rows(made))
     csv.writer(stream, lineterminator="\n").writerows(cells)
     return stream.getvalue()

@@ -46,8 +46,8 @@ from trainctl.runs.event_descriptions import (
 )
 from trainctl.runs.failures import describe_failure, first_failure
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.listing import LOST, NEW, RunSummary, age_text, summaries, summarise
-from trainctl.runs.logs import LogFollower, cut_line, logs_of, tails
+from trainctl.runs.listing import LOST, NEW, RunSummary, age_text, summarise_run, summarise_runs
+from trainctl.runs.logs import LogFollower, cut_line, logs_of, tail_logs
 from trainctl.runs.records import Event, EventFollower, events_from_end, read_events
 
 LINES = 20
@@ -73,7 +73,7 @@ def list_(
     runs, damaged = find_runs(root)
     for problem in damaged:
         print_message(f"warning: left out: {problem}", style="warning")
-    found = summaries(runs)
+    found = summarise_runs(runs)
     if as_json:
         print_json({"schema": 1, "runs": [summary.to_json() for summary in found]})
     elif found:
@@ -86,7 +86,7 @@ def list_(
 def status(run: Run = None, as_json: Json = False) -> None:
     """Show how a run stands: state, progress, what failed first, and what to do next."""
     paths = open_or_newest(run)
-    summary = summarise(paths)
+    summary = summarise_run(paths)
     told = read_events(paths.events, "failure", "straggler", "divergence")
     failure = first_failure(told, summary.attempt)
     slow = still_slow(told, summary.attempt)
@@ -148,7 +148,7 @@ def logs(
     if not rank:
         _show_records(paths, chosen, lines)
     found = logs_of(chosen, rank or ())
-    for log, tail in tails(found, lines):
+    for log, tail in tail_logs(found, lines):
         print_data(f"==> {log.label}: {log.path}")
         for line in tail:
             print_data(to_printable(line))
@@ -202,7 +202,7 @@ def stop(
     """
     tolerate_broken_pipe()
     opened = [open_run(run) for run in runs]
-    live = [paths for paths in opened if summarise(paths).is_live]
+    live = [paths for paths in opened if summarise_run(paths).is_live]
     for paths in live:
         print_message(f"{paths.root}: {ask_to_stop(paths, now=now)}")
     for paths in live if wait else []:
@@ -228,7 +228,7 @@ def rm(
     tolerate_broken_pipe()
     opened = [open_run(run) for run in runs]
     for paths in opened:
-        summary = summarise(paths)
+        summary = summarise_run(paths)
         if summary.is_live:
             raise TrainctlError(
                 f"{paths.root} is {summary.state}",
@@ -270,7 +270,7 @@ def follow(run: Run = None) -> None:
     records, stop_step = EventFollower(paths.events), _stop_step(attempt)
     _show_records(paths, attempt, LINES)
     while True:
-        is_live = summarise(paths).is_live
+        is_live = summarise_run(paths).is_live
         for event in records.poll():
             for line in record_lines(event, stop_step=stop_step):
                 print_data(line)
@@ -404,7 +404,7 @@ def _show_failure(failure: Event) -> None:
 
 def _may_still_log(run: RunPaths, attempt: AttemptPaths) -> bool:
     """Return True if the logs of this attempt may still grow."""
-    return last_attempt(run) == attempt.number and summarise(run).is_live
+    return last_attempt(run) == attempt.number and summarise_run(run).is_live
 
 
 def follow_run(run: RunPaths, *, as_json: bool) -> int:
@@ -416,7 +416,7 @@ def follow_run(run: RunPaths, *, as_json: bool) -> int:
     Raises:
         TrainctlError: The run was never started, or its launcher and agent are gone (exit code 5).
     """
-    summary = summarise(run)
+    summary = summarise_run(run)
     if summary.state == NEW and not summary.is_live:
         raise TrainctlError(
             f"nothing of {run.root} was started yet",
@@ -435,7 +435,7 @@ def follow_run(run: RunPaths, *, as_json: bool) -> int:
         stop_step=plan.stop_step, every_steps=every, as_json=as_json, run=run, attempt=first
     ) as progress:
         while True:
-            summary = summarise(run)
+            summary = summarise_run(run)
             while events := follower.poll():
                 for event in events:
                     if event["attempt"] >= first:

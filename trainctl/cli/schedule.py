@@ -18,7 +18,7 @@ from trainctl.cli.arguments import (
 from trainctl.cli.console import print_data, print_json, print_message, show_findings
 from trainctl.config.codec import to_plain
 from trainctl.launchers.planning import compose_target
-from trainctl.launchers.planning import plan as make_plan
+from trainctl.launchers.planning import plan_config as make_plan
 from trainctl.monitor.report.charts import CurvePoint, points_of, schedule_chart, title_of
 from trainctl.options.schedule import WithPatience
 from trainctl.plans.schedule import Curve

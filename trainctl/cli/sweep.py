@@ -29,13 +29,13 @@ from trainctl.launchers.sweep import (
 )
 from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.sweeps import (
     Sweep,
     SweepAction,
     read_sweep,
     remaining_runs,
-    results,
+    sweep_results,
 )
 
 SweepArguments = Annotated[
@@ -119,7 +119,7 @@ def _begin(
             f"array {job} of {len(started)} runs is submitted; `trainctl sweep {folder}` shows them"
         )
         return
-    with hold(RunPaths(folder)):  # so that nobody resumes a sweep that is still running
+    with hold_lock(RunPaths(folder)):  # so that nobody resumes a sweep that is still running
         _run_queue(folder, started, parallel or 1, as_json=as_json)
     print_message(f"`trainctl sweep {folder}` shows this again")
 
@@ -138,7 +138,7 @@ def _resume_sweep(
     Raises:
         TrainctlError: The sweep is still running, or a run's plan is refused now.
     """
-    with hold(RunPaths(folder)):
+    with hold_lock(RunPaths(folder)):
         left = remaining_runs(folder)
         for item in left:
             print_data(f"{item.index}: {item.next} ({item.why})")
@@ -184,7 +184,7 @@ def _run_queue(folder: Path, started: Started, parallel: int, *, as_json: bool) 
 
 def _show(folder: Path, *, as_json: bool) -> None:
     """Print the results: values, state and losses of each run; the best is marked."""
-    found = results(folder)
+    found = sweep_results(folder)
     scores = {r.index: r.held_out_loss for r in found if r.held_out_loss is not None}
     best = min(scores, key=lambda index: scores[index]) if scores else None
     if as_json:

@@ -17,7 +17,7 @@ from trainctl.cli.console import (
 )
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
-from trainctl.launchers.planning import compose, compose_target, plan
+from trainctl.launchers.planning import compose_config, compose_target, plan_config
 from trainctl.rules.registry import check_file, json_context
 
 DeepSpeedFile = Annotated[
@@ -66,7 +66,7 @@ def validate(
             hint="without it, hardware=... and model=... say them",
         )
     try:
-        planned = plan(compose_target(*split_target(overrides), config_dir), with_files=True)
+        planned = plan_config(compose_target(*split_target(overrides), config_dir), with_files=True)
         findings, made = planned.findings, planned.assessment.plan
     except TrainctlError as error:
         if not as_json:
@@ -124,4 +124,4 @@ def _hardware(overrides: list[str]) -> Hardware | None:
             f"{others[0]} has no effect on a DeepSpeed JSON",
             hint="beside --deepspeed only hardware=... says something: kind and number of devices",
         )
-    return resolve_hardware(compose(overrides, None).config.hardware) if overrides else None
+    return resolve_hardware(compose_config(overrides, None).config.hardware) if overrides else None

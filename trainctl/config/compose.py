@@ -56,7 +56,7 @@ NO_EFFECT, NOT_THE_DIRECTORYS, DROPPED = "TC112", "TC146", "TC420"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Composed:
+class ComposedConfig:
     """A configuration, with the origin of each value."""
 
     config: RunConfig
@@ -82,7 +82,7 @@ class Composed:
         return inside[-1][-1].source if inside else ""
 
 
-def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Composed:
+def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> ComposedConfig:
     """Compose a recipe, or the base configuration, with overrides.
 
     Args:
@@ -98,7 +98,9 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Comp
     return composed
 
 
-def compose_leniently(overrides: Sequence[str], *, config_dir: Path | None = None) -> Composed:
+def compose_leniently(
+    overrides: Sequence[str], *, config_dir: Path | None = None
+) -> ComposedConfig:
     """Compose as `compose` does, but leave out wrong values, to find all problems at once.
 
     Raises:
@@ -132,7 +134,7 @@ def recompose(
     *,
     config_dir: Path | None = None,
     source: str = SAVED,
-) -> Composed:
+) -> ComposedConfig:
     """Change a saved configuration by overrides, as a resume does.
 
     An option chosen for a group replaces its section. The recipe cannot be chosen again.
@@ -171,7 +173,7 @@ def _finish_composition(
     *,
     fill_model: bool,
     recipe: str | None,
-) -> Composed:
+) -> ComposedConfig:
     """Apply the keys set on the command line, resolve references, read the model's directory."""
     findings += stack.apply_level(asked.settings)
     unresolved = stack.resolve()
@@ -187,7 +189,7 @@ def _finish_composition(
         finding.set_by(_last_source(stack, finding.key)) for finding in literal_secrets(config)
     ]
     findings = list(dict.fromkeys(findings))  # a file that two others extend is read twice
-    return Composed(
+    return ComposedConfig(
         config=config,
         layers={key: tuple(layers) for key, layers in stack.layers.items()},
         findings=tuple(findings),

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Derived:
+class DerivedValue:
     """A value that the user did not set, and its derivation."""
 
     key: str

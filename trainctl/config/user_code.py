@@ -25,7 +25,7 @@ from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.errors import Finding, Severity, TrainctlError
 
 if TYPE_CHECKING:
-    from trainctl.config.compose import Composed
+    from trainctl.config.compose import ComposedConfig
 
 NO_SCRIPT, NO_FUNCTION, NOT_TOGETHER, NOT_APPLIED = "TC116", "TC117", "TC118", "TC119"
 
@@ -67,7 +67,7 @@ TRAINERS_OWN = (
 """Keys and sections that only trainctl's own trainer uses."""
 
 
-def with_script_arguments(composed: Composed, words: list[str] | None) -> Composed:
+def with_script_arguments(composed: ComposedConfig, words: list[str] | None) -> ComposedConfig:
     """Return the configuration with a script's arguments, and the script's path made absolute.
 
     A resume from another folder then starts the same file.
@@ -254,7 +254,7 @@ def top_level_names(file: Path) -> set[str] | None:
     return None if names & {"*", "__getattr__"} else names
 
 
-def ignored_trainer_settings(composed: Composed) -> list[Finding]:
+def ignored_trainer_settings(composed: ComposedConfig) -> list[Finding]:
     """Return findings for settings of trainctl's trainer where a script or function trains."""
     config = composed.config
     if config.trains_itself:

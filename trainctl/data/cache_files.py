@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def convert_write_errors(folder: Path) -> Iterator[None]:
     """Report an OSError within the context as a TrainctlError of the cache folder (exit code 4)."""
     try:
         yield
@@ -48,12 +48,12 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path, notify: Notify) -> Iterator[None]:
+def lock_folder(folder: Path, notify: Notify) -> Iterator[None]:
     """Lock a folder of the cache, which need not exist, against writers in other processes.
 
     `notify` is called before waiting for another process.
     """
-    with writing(folder):
+    with convert_write_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = open_lock(folder.with_suffix(".lock"))
     try:
@@ -63,7 +63,7 @@ def locked(folder: Path, notify: Notify) -> Iterator[None]:
             holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
             notify(f"waiting for {holder}, which tokenizes the same text into {folder}")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        with writing(folder):
+        with convert_write_errors(folder):
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trainctl.config.schema import OnBadText
 from trainctl.data.chat_template import CannotRender, ChatTemplate
-from trainctl.data.token_arrays import marked, marked_vocab_size
+from trainctl.data.token_arrays import mark_tokens, marked_vocab_size
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.data.chat import ChatConfig
@@ -55,7 +55,7 @@ class _RecordEncoder(Generic[Section]):
             if self._section.on_bad_text is not OnBadText.skip:
                 raise
             return np.empty(0, dtype=np.int64)
-        return marked(ids, loss_mask, self._tokenizer.vocab_size)
+        return mark_tokens(ids, loss_mask, self._tokenizer.vocab_size)
 
     def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
         raise NotImplementedError

@@ -220,7 +220,7 @@ class ChatTemplate:
         for first, end in found:
             loss_mask[first:end] = True
         if not loss_mask.any():
-            raise CannotRender(f"nothing to learn in {_describe(messages)}")
+            raise CannotRender(f"nothing to learn in {_conversation_in_words(messages)}")
         return ChatTokens(ids, loss_mask)
 
     def prompt(
@@ -265,9 +265,10 @@ class ChatTemplate:
 
     def _not_a_prefix(self, messages: Sequence[Message], number: int) -> CannotRender:
         return CannotRender(
-            f"the chat template writes message {number + 1:,} of {_describe(messages)} otherwise "
-            "where it is the last one, or its tokens run together with those before it: which "
-            "tokens are the answer's is not known",
+            f"the chat template writes message {number + 1:,} of "
+            f"{_conversation_in_words(messages)} otherwise where it is the last one, "
+            "or its tokens run together with those before it: which tokens are the answer's is not "
+            "known",
             hint="data.learn=last if it does so with earlier turns alone; or a template with "
             "{% generation %} around what the assistant says, in data.chat_template",
         )
@@ -341,7 +342,7 @@ class ChatTemplate:
             return render(self.source, chat, tools, given, prompts=prompts, marks=marks)
         except RefusedByTemplate as error:
             raise CannotRender(
-                f"the chat template cannot write {_describe(chat)}: {error}",
+                f"the chat template cannot write {_conversation_in_words(chat)}: {error}",
                 hint="correct the conversation, or data.on_bad_text=skip, which leaves such out; "
                 "or another template in data.chat_template",
             ) from None
@@ -350,17 +351,17 @@ class ChatTemplate:
         """Return the ids of a text, (tokens,), and the span of each token in it, (tokens, 2)."""
         if not text.placeholders:
             found = self._backend.encode(text.text, add_special_tokens=False)
-            return _array(found.ids), _array(found.offsets).reshape(-1, 2)
-        ids, places, at = [_array([])], [_array([]).reshape(-1, 2)], 0
+            return _int64_array(found.ids), _int64_array(found.offsets).reshape(-1, 2)
+        ids, places, at = [_int64_array([])], [_int64_array([]).reshape(-1, 2)], 0
         for piece in re.split(f"([{''.join(text.placeholders)}])", text.text):
             if piece in text.placeholders:
                 part = self._plain.encode(text.placeholders[piece], add_special_tokens=False).ids
-                ids.append(_array(part))
+                ids.append(_int64_array(part))
                 places.append(np.tile([at, at + 1], (len(part), 1)))
             elif piece:
                 found = self._backend.encode(piece, add_special_tokens=False)
-                ids.append(_array(found.ids))
-                places.append(_array(found.offsets).reshape(-1, 2) + at)
+                ids.append(_int64_array(found.ids))
+                places.append(_int64_array(found.offsets).reshape(-1, 2) + at)
             at += len(piece)
         return np.concatenate(ids), np.concatenate(places)
 
@@ -424,12 +425,12 @@ def _insert_placeholders(
     return value
 
 
-def _describe(messages: Sequence[Message]) -> str:
+def _conversation_in_words(messages: Sequence[Message]) -> str:
     """Describe a conversation by its first words, for an error message."""
     texts: Iterator[str] = (str(each.get("content") or "") for each in messages)
     first = next((text for text in texts if text), "")
     return f"the conversation that begins {first!r:.60}"
 
 
-def _array(numbers: Sequence[Any]) -> Ids:
+def _int64_array(numbers: Sequence[Any]) -> Ids:
     return np.asarray(numbers, dtype=np.int64)

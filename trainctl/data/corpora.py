@@ -19,7 +19,7 @@ from trainctl.config.schema import DataConfig, RunConfig
 from trainctl.data.cache_files import ignore_message
 from trainctl.data.corpus import CorpusBuilder, build_users_corpus, can_tokenize_in_parts
 from trainctl.data.corpus_record import Corpus
-from trainctl.data.streaming.corpora import with_streams
+from trainctl.data.streaming.corpora import open_remote_corpora
 from trainctl.data.tasks import PreparationProgress, Progress, ignore_progress
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
@@ -53,7 +53,7 @@ class _TotalProgress:
         self._progress(progress)
 
 
-def _builders(
+def _corpus_builders(
     config: RunConfig, tokenizer: Tokenizer, progress: Progress = ignore_progress, **rest: Any
 ) -> Iterator[tuple[str, CorpusBuilder]]:
     """Yield a builder for each source; `rest` are further fields of it."""
@@ -95,7 +95,7 @@ def build_corpora(
         return {SINGLE_SOURCE: made}
     found = {}
     rest = {"notify": notify, "workers": workers}
-    for name, builder in _builders(config, tokenizer, progress, **rest):
+    for name, builder in _corpus_builders(config, tokenizer, progress, **rest):
         with naming_source(config.data, name):
             found[name] = builder.build()
             _require_text(found[name], "the files of data.paths have")
@@ -125,7 +125,7 @@ def _require_text(corpus: Corpus, who: str) -> None:
 def cached_corpora(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Corpus | None]:
     """Return each source's corpus from the cache, None if it is not there. No text is read."""
     found = {}
-    for name, builder in _builders(config, tokenizer):
+    for name, builder in _corpus_builders(config, tokenizer):
         with naming_source(config.data, name):
             found[name] = builder.cached()
     return found
@@ -150,7 +150,7 @@ def tokenize_shares(
         TrainctlError: As `build_corpora`; or a source's text cannot be divided into tasks.
     """
     left = 0
-    for name, builder in _builders(config, tokenizer, progress, workers=workers):
+    for name, builder in _corpus_builders(config, tokenizer, progress, workers=workers):
         with naming_source(config.data, name):
             left += builder.tokenize_share(*share)
     return left
@@ -158,7 +158,7 @@ def tokenize_shares(
 
 def tokenize_unclaimed(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Tokenize tasks that no process has claimed yet, for a process that assembles the corpora."""
-    for _, builder in _builders(config, tokenizer):
+    for _, builder in _corpus_builders(config, tokenizer):
         if builder.cached() is None and can_tokenize_in_parts(builder.config):
             builder.tokenize_share(1, 1)
 
@@ -208,7 +208,7 @@ def load_corpora(path: Path, data: DataConfig) -> Corpora:
             hint="it does when its next attempt starts",
             exit_code=ExitCode.run_state,
         )
-    return with_streams(data, {name: found[name] for name in sources_of(data)})
+    return open_remote_corpora(data, {name: found[name] for name in sources_of(data)})
 
 
 def load_recorded_corpora(path: Path) -> Corpora:

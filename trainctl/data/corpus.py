@@ -16,11 +16,11 @@ from typing import Any
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
-from trainctl.data.cache_files import cache_folder, ignore_message, locked
+from trainctl.data.cache_files import cache_folder, ignore_message, lock_folder
 from trainctl.data.corpus_record import FORMAT, Corpus, Split, read_corpus
 from trainctl.data.corpus_writer import (
     bad_text,
-    migrate,
+    migrate_corpus,
     store_chunks,
     tokenize_chunks,
     write_corpus,
@@ -38,7 +38,7 @@ from trainctl.data.store import DamagedPart, TokenStore, files_in_order
 from trainctl.data.task_workers import run_tasks
 from trainctl.data.tasks import Progress, Task, ignore_progress
 from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask
-from trainctl.data.user_functions import in_words, load, make_importable
+from trainctl.data.user_functions import in_words, load_user_function, make_importable
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import document_identity, spec_of
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
@@ -96,7 +96,7 @@ class CorpusBuilder:
             return self._load_or_write(self._write_in_place)
         if not can_tokenize_in_parts(self.config):
             return self._load_or_write(self._write_in_one_process)
-        found, problem = _read(self.folder, self._needs_ends)
+        found, problem = _read_with_ends(self.folder, self._needs_ends)
         if found is not None:
             return found
         if not problem:
@@ -240,7 +240,7 @@ class CorpusBuilder:
                 sources.append(TokenizedSource(name, section, store, tasks, builder.files))
         columns = columns_folder(cache_folder(), self.run_data, sources)
         workers = 1 if self.tokenizer_section is None else self.workers
-        with locked(columns, self.notify):
+        with lock_folder(columns, self.notify):
             return select_training_documents(
                 self.run_data, sources, columns, workers=workers, show=self.progress
             )
@@ -309,12 +309,12 @@ def build_users_corpus(
             folder, tokenizer, tokenize_chunks(texts, encoder, progress), lambda: reader.bad
         )
 
-    with locked(folder, notify):
-        migrate(folder, notify)
+    with lock_folder(folder, notify):
+        migrate_corpus(folder, notify)
     return _load_or_write(folder, write, notify)
 
 
-def _read(folder: Path, needs_ends: bool = False) -> tuple[Corpus | None, str]:
+def _read_with_ends(folder: Path, needs_ends: bool = False) -> tuple[Corpus | None, str]:
     """Call `read_corpus`, and treat a corpus without required document ends as damaged."""
     corpus, problem = read_corpus(folder)
     if corpus is not None and needs_ends and not corpus.train.ends:
@@ -326,10 +326,10 @@ def _load_or_write(
     folder: Path, write: Callable[[], None], notify: Notify, needs_ends: bool = False
 ) -> Corpus:
     """Return the corpus of a folder, and write it first if it is missing or damaged."""
-    corpus, _ = _read(folder, needs_ends)
+    corpus, _ = _read_with_ends(folder, needs_ends)
     if corpus is None:
-        with locked(folder, notify):  # another launch may be writing it
-            corpus, problem = _read(folder, needs_ends)
+        with lock_folder(folder, notify):  # another launch may be writing it
+            corpus, problem = _read_with_ends(folder, needs_ends)
             if corpus is None:
                 if problem:
                     notify(f"{folder} is damaged ({problem}): tokenizing the text again")
@@ -342,7 +342,7 @@ def _users_texts(config: DataConfig, split: str, reader: Reader) -> Iterator[str
     assert config.factory is not None
     named = f"data.factory={config.factory}"
     make_importable(Path.cwd())
-    function = load("data.factory", config.factory)
+    function = load_user_function("data.factory", config.factory)
     try:
         for number, text in enumerate(function(config, split)):
             if not isinstance(text, str):

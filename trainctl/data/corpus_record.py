@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.cache_files import map_array
-from trainctl.data.token_arrays import Joined, LossMask, Span, Tokens, UnmarkedTokens
+from trainctl.data.token_arrays import JoinedSpans, LossMask, Span, Tokens, UnmarkedTokens
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2
@@ -108,7 +108,7 @@ class Corpus:
         each page fault.
         """
         if split.in_place:
-            return Joined(split.in_place)
+            return JoinedSpans(split.in_place)
         return self._mapped(split, split.file, self.dtype, split.tokens, in_order)
 
     def ends(self, split: Split) -> npt.NDArray[np.uint64] | None:
@@ -182,7 +182,7 @@ class Corpus:
         digest = hashlib.sha256()
         for split in (self.held_out, self.train):
             with (Path(self.folder) / split.file).open("rb") as stream:
-                for block in blocks_of(stream):
+                for block in read_blocks(stream):
                     digest.update(block)
         return digest.hexdigest()
 
@@ -210,7 +210,7 @@ class Corpus:
         except OSError as error:
             return f"{name}: {error.strerror}"
         with stream:
-            found = tuple(zlib.crc32(block) for block in blocks_of(stream))
+            found = tuple(zlib.crc32(block) for block in read_blocks(stream))
         if found == blocks:
             return ""
         pairs = enumerate(zip(found, blocks, strict=False))
@@ -227,7 +227,7 @@ class Corpus:
         Raises:
             ValueError, TypeError or KeyError: The record is invalid.
         """
-        splits = {name: _split(record[name]) for name in ("train", "held_out")}
+        splits = {name: _parse_split(record[name]) for name in ("train", "held_out")}
         return cls(**{"format": 1, **record, **splits})
 
     @classmethod
@@ -264,7 +264,7 @@ def read_corpus(folder: Path) -> tuple[Corpus | None, str]:
     return (None, problem) if problem else (corpus, "")
 
 
-def blocks_of(stream: BufferedReader) -> Iterator[memoryview]:
+def read_blocks(stream: BufferedReader) -> Iterator[memoryview]:
     """Yield the rest of a file, `BLOCK_BYTES` at a time. Each block overwrites the previous one."""
     buffer = memoryview(bytearray(BLOCK_BYTES))  # reused: allocation costs as much as CRC-32
     while size := stream.readinto(buffer):
@@ -282,7 +282,7 @@ def digest_of_splits(corpus: Corpus) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _split(data: dict[str, Any]) -> Split:
+def _parse_split(data: dict[str, Any]) -> Split:
     blocks = {name: tuple(data.get(name, ())) for name in _BLOCKS}
     spans = tuple(Span(**span) for span in data.get("in_place", ()))
     return Split(**{**data, **blocks, "in_place": spans})

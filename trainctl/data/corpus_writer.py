@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.cache_files import writing
+from trainctl.data.cache_files import convert_write_errors
 from trainctl.data.corpus_record import (
     BLOCK_BYTES,
     ENDS,
@@ -24,8 +24,8 @@ from trainctl.data.corpus_record import (
     ORIGIN,
     Corpus,
     Split,
-    blocks_of,
     digest_of_splits,
+    read_blocks,
 )
 from trainctl.data.store import StorePart, TokenStore, files_in_order, shift_line_number
 from trainctl.data.tasks import PreparationProgress, Progress, Task, ignore_progress
@@ -65,14 +65,14 @@ def write_corpus(
     """
     temporary = folder.with_suffix(".tmp")
     try:
-        with writing(folder):
+        with convert_write_errors(folder):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-        corpus = _written(
+        corpus = _write_temporary(
             folder, temporary, tokenizer, store_chunks, has_origin=bool(files), is_marked=is_marked
         )
         account = bad()
-        with writing(folder):
+        with convert_write_errors(folder):
             if files:
                 write_json(temporary / FILES, [str(file) for file in files])
             for name, plain in (facts or {}).items():
@@ -98,7 +98,7 @@ def tokenize_chunks(
         progress(PreparationProgress(done))
 
 
-def _written(
+def _write_temporary(
     folder: Path,
     temporary: Path,
     tokenizer: Tokenizer,
@@ -157,7 +157,7 @@ class _CheckedFile:
 
     def write(self, raw: memoryview) -> None:
         """Append bytes."""
-        with writing(self.folder):
+        with convert_write_errors(self.folder):
             self.stream.write(raw)
         self.sha256.update(raw)
         while raw:
@@ -170,7 +170,7 @@ class _CheckedFile:
 
     def finish(self) -> None:
         """Sync the file and close the last block."""
-        with writing(self.folder):
+        with convert_write_errors(self.folder):
             self.stream.flush()
             os.fsync(self.stream.fileno())
         if self._in_block:
@@ -231,7 +231,7 @@ class _SplitWriter:
 
 @contextmanager
 def _checked_file(path: Path, folder: Path) -> Iterator[_CheckedFile]:
-    with writing(folder):
+    with convert_write_errors(folder):
         stream = path.open("wb")
     try:
         yield _CheckedFile(stream, folder)
@@ -240,7 +240,7 @@ def _checked_file(path: Path, folder: Path) -> Iterator[_CheckedFile]:
             stream.close()
 
 
-def migrate(folder: Path, notify: Callable[[str], None]) -> None:
+def migrate_corpus(folder: Path, notify: Callable[[str], None]) -> None:
     """Add today's checksums to a corpus of format 1, if it matches its digest."""
     record = folder / "corpus.json"
     if not record.is_file():
@@ -255,14 +255,14 @@ def migrate(folder: Path, notify: Callable[[str], None]) -> None:
         format=FORMAT,
     )
     notify(f"{folder} is in an older format: giving it checksums")
-    with writing(folder):
+    with convert_write_errors(folder):
         write_json(record, asdict(replace(new, digest=digest_of_splits(new))))
 
 
 def _with_checksums(folder: Path, split: Split) -> Split:
     digest, blocks = hashlib.sha256(), []
     with (folder / split.file).open("rb") as stream:
-        for block in blocks_of(stream):
+        for block in read_blocks(stream):
             digest.update(block)
             blocks.append(zlib.crc32(block))
     return replace(split, sha256=digest.hexdigest(), blocks=tuple(blocks))
@@ -324,7 +324,7 @@ def store_chunks(
         ids, ends = part.ids(), part.ends().astype(np.int64)
         for split, chosen in (("held_out", held_out & kept), ("train", ~held_out & kept)):
             if chosen.any():
-                found = _chosen(ids, ends, chosen)
+                found = _select_documents(ids, ends, chosen)
                 yield Chunk(split, *found, file_of[chosen], line_of[chosen])
         for piece, facts in zip(task.pieces, part.pieces, strict=True):
             before[piece.file] = before.get(piece.file, 0) + facts.lines
@@ -338,11 +338,11 @@ def held_out_masks(
     Arguments are as in `store_chunks`.
     """
     held_out_files = set(files.held_out)
-    limit = _limit(store, tasks, fraction) if files.by_document else None
+    limit = _held_out_limit(store, tasks, fraction) if files.by_document else None
     for task in tasks:
         part = store.part(task)
         if limit is not None:
-            yield _places(part) <= np.uint64(limit)
+            yield _hash_numbers(part) <= np.uint64(limit)
         else:
             of_piece = np.array([piece.file in held_out_files for piece in task.pieces])
             yield of_piece[part.origin()["piece"]]
@@ -371,7 +371,7 @@ def bad_text(store: TokenStore, tasks: Sequence[Task], files: TextFiles) -> BadT
     )
 
 
-def _chosen(
+def _select_documents(
     ids: npt.NDArray[np.integer], ends: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
     """Return ids and ends of the chosen documents."""
@@ -381,13 +381,13 @@ def _chosen(
     return ids[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen])
 
 
-def _places(part: StorePart) -> npt.NDArray[np.uint64]:
+def _hash_numbers(part: StorePart) -> npt.NDArray[np.uint64]:
     """Return the first 8 bytes of documents' hashes as numbers, as in `readers.documents`."""
     first = np.ascontiguousarray(part.hashes()[:, :8])
     return first.view(">u8").reshape(-1).astype(np.uint64)
 
 
-def _limit(store: TokenStore, tasks: Sequence[Task], fraction: float) -> int:
-    places = (_places(store.part(task)) for task in tasks)
+def _held_out_limit(store: TokenStore, tasks: Sequence[Task], fraction: float) -> int:
+    places = (_hash_numbers(store.part(task)) for task in tasks)
     extremes = [int(end) for each in places if len(each) for end in (each.min(), each.max())]
     return max(0, held_out_threshold(extremes, fraction))  # below 0 if there are no documents

@@ -114,7 +114,9 @@ def columns_folder(cache: Path, run_data: DataConfig, sources: Iterable[Tokenize
     what = {
         "dedup": run_data.dedup.value,
         "decontaminate": run_data.decontaminate,
-        "sources": {each.name: [each.store.folder.name, *_settings(each)] for each in sources},
+        "sources": {
+            each.name: [each.store.folder.name, *_filter_settings(each)] for each in sources
+        },
     }
     return cache / f"quality-{digest_of(json.dumps(what, sort_keys=True))[:24]}"
 
@@ -201,7 +203,7 @@ def _documents_of_task(section: Mapping[str, Any], task: Mapping[str, Any]) -> I
         yield Entry(number, text)
 
 
-def _settings(source: TokenizedSource) -> list[Any]:
+def _filter_settings(source: TokenizedSource) -> list[Any]:
     """Return the filter settings that a source's columns depend on."""
     return [
         [name, *(getattr(keys, each) for each in load_spec("filter", name).settings)]
@@ -275,7 +277,7 @@ def _keep_selected(
                 reason: asdict(tally) for reason, tally in selection.counts.get(name, {}).items()
             },
             "common_ngrams": selection.common_ngrams,
-            **_examples(selection, name, task_of),
+            **_dropped_examples(selection, name, task_of),
         }
         for name in keep
     }
@@ -297,7 +299,7 @@ def describe_removals(dropped: Mapping[str, Any]) -> str:
     return ", ".join(some) or "none went"
 
 
-def _examples(
+def _dropped_examples(
     selection: Selection,
     name: str,
     task_of: Mapping[tuple[str, str], tuple[TokenizedSource, Task]],

@@ -11,14 +11,14 @@ from typing import Any
 from trainctl.config.schema import RunConfig
 from trainctl.data.corpora import cached_corpora
 from trainctl.data.document_selection import DROPPED
-from trainctl.data.quality.contamination import passage
+from trainctl.data.quality.contamination import words_from
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,
     NEAR,
     SUBSTRING,
     Example,
-    example_of,
+    example_from_json,
 )
 from trainctl.data.store import lines_before, read_documents
 from trainctl.data.tasks import Task
@@ -82,13 +82,14 @@ def examples_of(dropped: Mapping[str, Any]) -> Iterator[DroppedDocument]:
         TrainctlError: A file does not exist any more, or has changed.
     """
     examples = {
-        reason: [example_of(each) for each in some] for reason, some in dropped["examples"].items()
+        reason: [example_from_json(each) for each in some]
+        for reason, some in dropped["examples"].items()
     }
-    texts = _texts(dropped, [each for some in examples.values() for each in some])
+    texts = _example_texts(dropped, [each for some in examples.values() for each in some])
     return describe_examples(examples, lambda *document: texts[document])
 
 
-def _texts(
+def _example_texts(
     dropped: Mapping[str, Any], examples: list[Example]
 ) -> dict[tuple[str, str, int], tuple[str, str]]:
     """Return location and text of every document that the examples name."""
@@ -143,14 +144,14 @@ def describe_examples(
                 source=each.source,
                 reason=reason,
                 document=where,
-                why=_explain(reason, each, like),
+                why=_removal_in_words(reason, each, like),
                 excerpt=_excerpt(each, text),
                 like=like,
                 other=_shorten(other),
             )
 
 
-def _explain(reason: str, example: Example, like: str) -> str:
+def _removal_in_words(reason: str, example: Example, like: str) -> str:
     value = example.value if example.value is not None else 0.0
     if reason == EXACT:
         return f"the same text as {like}"
@@ -165,7 +166,7 @@ def _explain(reason: str, example: Example, like: str) -> str:
 
 
 def _excerpt(example: Example, text: str) -> str:
-    return passage(text, example.word) if example.word is not None else _shorten(text)
+    return words_from(text, example.word) if example.word is not None else _shorten(text)
 
 
 def _shorten(text: str) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import RunConfig
-from trainctl.data.permutation import Words, key_of, mix
+from trainctl.data.permutation import Words, derive_key, splitmix64
 from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.errors import TrainctlError
@@ -71,11 +71,11 @@ class Infilling:
         bounds = np.array([start, stop - 1], dtype=ends.dtype)
         touched = np.searchsorted(ends, bounds, side="right").tolist()
         documents = np.arange(touched[0], min(touched[1] + 1, len(ends)))
-        chosen = key_of(self.key, np.int64(epoch), documents)
-        numbers = np.stack([key_of(chosen, n) for n in range(_RANDOM)], axis=1)
+        chosen = derive_key(self.key, np.int64(epoch), documents)
+        numbers = np.stack([derive_key(chosen, n) for n in range(_RANDOM)], axis=1)
         for document, of_it in zip(documents.tolist(), numbers, strict=True):
             begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
-            if end > begin and _share(of_it[0]) < self.rate:
+            if end > begin and _unit_interval(of_it[0]) < self.rate:
                 closed = int(tokens[end - 1 : end][0]) == self.end_of_document
                 at = begin
                 for part in self.parts(end - begin - closed, of_it):
@@ -102,12 +102,12 @@ class Infilling:
             return (range(length),)
         low, high = sorted(int(number) % (kept + 1) for number in numbers[2:])
         prefix, middle, suffix = range(low), range(low, high), range(high, kept)
-        if _share(numbers[1]) < self.spm_rate:
+        if _unit_interval(numbers[1]) < self.spm_rate:
             return self.prefix, self.suffix, suffix, self.middle, prefix, middle
         return self.prefix, prefix, self.suffix, suffix, self.middle, middle
 
 
-def _share(number: np.uint64) -> float:
+def _unit_interval(number: np.uint64) -> float:
     """Map a 64-bit number to [0, 1)."""
     return (int(number) >> 11) / (1 << 53)
 
@@ -120,12 +120,12 @@ def infilling_settings(config: RunConfig, name: str) -> Infilling | None:
     tokenizer = load_tokenizer(config.tokenizer)
     key = "data" if not config.data.sources else f"data.sources.{name}"
     prefix, middle, suffix = (
-        _id_of(tokenizer, token, f"{key}.fim_tokens") for token in section.fim_tokens
+        _sentinel_id(tokenizer, token, f"{key}.fim_tokens") for token in section.fim_tokens
     )
     digest = hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()
-    of_seed = mix(np.uint64(config.training.seed))
+    of_seed = splitmix64(np.uint64(config.training.seed))
     return Infilling(
-        key=key_of(of_seed, int.from_bytes(digest[:7], "little")),
+        key=derive_key(of_seed, int.from_bytes(digest[:7], "little")),
         rate=section.fim_rate,
         spm_rate=section.fim_spm_rate,
         prefix=prefix,
@@ -135,7 +135,7 @@ def infilling_settings(config: RunConfig, name: str) -> Infilling | None:
     )
 
 
-def _id_of(tokenizer: Tokenizer, token: str, key: str) -> int:
+def _sentinel_id(tokenizer: Tokenizer, token: str, key: str) -> int:
     found = tokenizer.id_of(token)
     if found is None:
         raise TrainctlError(

@@ -29,7 +29,7 @@ MOST_EPOCHS = 50
 new text up to about four epochs (arXiv:2305.16264); small corpora are often repeated more.
 """
 
-SHORT, OFF, LEFT_OUT, REPEATED = "TC345", "TC346", "TC347", "TC411"
+SHORT_SOURCE, INEXACT_AMOUNT, LEFT_OUT, REPEATED_SOURCE = "TC345", "TC346", "TC347", "TC411"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ def _find_short_sources(
         if lengths and not samples_in(tokens[name], max(lengths)):
             found.append(
                 Finding(
-                    rule=SHORT,
+                    rule=SHORT_SOURCE,
                     key=_key_of_source(config, name),
                     message=f"{name} has {tokens[name]:,} tokens to train on: less than one sample "
                     f"of {max(lengths):,}",
@@ -219,7 +219,7 @@ def _find_exceeded_epochs(
         step = bisect_left(range(stages[-1].end_step), most, key=before)
         found.append(
             Finding(
-                rule=SHORT,
+                rule=SHORT_SOURCE,
                 key=f"data.sources.{name}.max_epochs",
                 message=f"{name} falls short by {max(1, short):,} tokens: the run takes "
                 f"{run[name].epochs:.3g} passes over its {tokens[name]:,}, and max_epochs is "
@@ -240,7 +240,7 @@ def _find_repetition(
             about = "about " if counts[name].is_estimate else ""
             what = name if config.data.sources else "the corpus"
             yield Finding(
-                rule=REPEATED,
+                rule=REPEATED_SOURCE,
                 key=f"{_key_of_source(config, name)}.kind",
                 message=f"the run makes {use.epochs:,.0f} passes over {what}, which has {about}"
                 f"{counts[name].tokens:,} tokens to train on",
@@ -279,7 +279,7 @@ def _find_wrong_amounts(
         if source.weight is not None and not drawn:
             found.append(
                 Finding(
-                    rule=SHORT,
+                    rule=SHORT_SOURCE,
                     key=f"data.sources.{name}.weight",
                     message=f"nothing is left for {name}: {_explain_no_draws(config, everything)}",
                     hint="less of the others, or a longer run",
@@ -291,7 +291,7 @@ def _find_wrong_amounts(
         unit = "tokens" if source.tokens is not None else "epochs"
         found.append(
             Finding(
-                rule=OFF,
+                rule=INEXACT_AMOUNT,
                 key=f"data.sources.{name}.{unit}",
                 message=f"{name} is to give {int(wanted):,} tokens ({unit}="
                 f"{getattr(source, unit):_}), and the run of {everything:,} takes {drawn:,} of it",

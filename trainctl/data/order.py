@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.permutation import Integers, key_of, permute
+from trainctl.data.permutation import Integers, derive_key, permute
 from trainctl.data.source_sampler import (
     SHARD_TOKENS,
     FixedLengthSegment,
@@ -172,7 +172,7 @@ class SampleOrder:
         counters = np.arange(first, first + size, dtype=np.int64)
         if np.count_nonzero(self._schedules[number].quotas) < 2:
             return counters
-        return counters[permute(counters - first, size, key_of(self.seed, _RANK_ORDER, first))]
+        return counters[permute(counters - first, size, derive_key(self.seed, _RANK_ORDER, first))]
 
     def draws_before(self, counter: int) -> dict[str, int]:
         """Return the number of samples of each source before a counter, over all sample lengths."""
@@ -341,11 +341,11 @@ def quotas_from_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
     shares = [weight / total for weight in weights]
     slots = lcm(*(share.denominator for share in shares))
     if slots > MOST_SLOTS:
-        return _rounded(shares)
+        return _round_shares(shares)
     return tuple(int(share * slots) for share in shares)
 
 
-def _rounded(shares: list[Fraction]) -> tuple[int, ...]:
+def _round_shares(shares: list[Fraction]) -> tuple[int, ...]:
     wanted = [share * MOST_SLOTS for share in shares]
     quotas = [max(floor(each), int(each > 0)) for each in wanted]
     by_remainder = sorted(range(len(shares)), key=lambda i: (quotas[i] - wanted[i], i))
@@ -378,7 +378,7 @@ def incompatible_changes(before: SampleOrder, now: SampleOrder, until: int) -> I
         for what, a, b in (
             ("begins at sample", old.first, new.first),
             ("has samples of", old.length, new.length),
-            ("has the weights", _weights(old), _weights(new)),
+            ("has the weights", _stage_weights(old), _stage_weights(new)),
         ):
             if a != b:
                 yield f"stage {number + 1}, which has begun, {what} {b}, and it was {a}"
@@ -397,7 +397,7 @@ def incompatible_changes(before: SampleOrder, now: SampleOrder, until: int) -> I
             )
 
 
-def _weights(stage: OrderedStage) -> str:
+def _stage_weights(stage: OrderedStage) -> str:
     total = sum(stage.weights.values(), Fraction(0))
     shares = sorted((name, weight / total) for name, weight in stage.weights.items() if weight)
     return ", ".join(f"{name} {share}" for name, share in shares)

@@ -32,12 +32,12 @@ import numpy.typing as npt
 from trainctl.config.schema import OnTooLong, Packing, RunConfig
 from trainctl.data.cache_files import (
     cache_folder,
+    convert_write_errors,
     crc32_of,
     ignore_message,
-    locked,
+    lock_folder,
     map_array,
     write_synced,
-    writing,
 )
 from trainctl.data.corpus_record import Corpus, Split
 from trainctl.data.token_arrays import LossMask
@@ -150,12 +150,12 @@ def one_bin_per_piece(pieces: Pieces) -> Bins:
     return Bins(pieces.starts, pieces.lengths, firsts)
 
 
-def pack(pieces: Pieces, length: int) -> Bins:
+def pack_pieces(pieces: Pieces, length: int) -> Bins:
     """Pack by best-fit decreasing. The result depends only on the lengths; the cost is one sort."""
     order = np.argsort(-pieces.lengths, kind="stable")
     bin_of = np.empty(len(order), dtype=np.int64)
     placed = count = 0
-    rooms = _Rooms()
+    rooms = _BinsByFreeSpace()
     of_length = np.bincount(pieces.lengths, minlength=length + 1).tolist()
     for size in range(length, 0, -1):
         left = of_length[size]
@@ -181,7 +181,7 @@ def pack(pieces: Pieces, length: int) -> Bins:
     return Bins(pieces.starts[chosen], pieces.lengths[chosen], firsts.astype(np.int64))
 
 
-class _Rooms:
+class _BinsByFreeSpace:
     """Bin numbers indexed by their remaining room."""
 
     def __init__(self) -> None:
@@ -244,24 +244,24 @@ def load_bins(
         **({"each": "alone"} if spec_of(config.data).has_pairs else {}),
     }
     folder = cache / f"packing-{digest_of(json.dumps(of, sort_keys=True))[:24]}"
-    bins, _ = _read(folder)
+    bins, _ = _read_bins(folder)
     if bins is None:
-        with locked(folder, notify):
-            bins, problem = _read(folder)
+        with lock_folder(folder, notify):
+            bins, problem = _read_bins(folder)
             if bins is None:
                 if problem:
                     notify(f"{folder} is damaged ({problem}): packing the documents again")
-                _write(folder, _packed(config, corpus, split), of)
-                bins, problem = _read(folder)
+                _write_bins(folder, _pack_split(config, corpus, split), of)
+                bins, problem = _read_bins(folder)
                 assert bins is not None, problem
     return bins
 
 
-def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
-    length, ends = config.training.sequence_length, _ends(corpus, split)
+def _pack_split(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
+    length, ends = config.training.sequence_length, _document_ends(corpus, split)
     loss_mask = corpus.loss_mask(split)
     if loss_mask is None:
-        return pack(document_pieces(ends, length), length)
+        return pack_pieces(document_pieces(ends, length), length)
     is_paired = spec_of(config.data).has_pairs
     what, others = ("pair", "") if is_paired else ("conversation", "cut, or ")
     longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
@@ -272,7 +272,7 @@ def _packed(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
         )
     cuts = config.data.on_too_long is OnTooLong.cut
     found = conversation_pieces(ends, length, loss_mask, cuts=cuts)
-    bins = one_bin_per_piece(found.pieces) if is_paired else pack(found.pieces, length)
+    bins = one_bin_per_piece(found.pieces) if is_paired else pack_pieces(found.pieces, length)
     return replace(bins, counts=found.counts)
 
 
@@ -312,7 +312,7 @@ def describe_packing(counts: Mapping[str, int], held_out: int) -> str:
     return "; ".join([splits, *parts])
 
 
-def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
+def _document_ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
     ends = corpus.ends(split)
     if ends is not None:
         return ends
@@ -322,10 +322,10 @@ def _ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
     return ends_by_id(tokens, corpus.end_of_document)
 
 
-def _write(folder: Path, bins: Bins, of: dict[str, Any]) -> None:
+def _write_bins(folder: Path, bins: Bins, of: dict[str, Any]) -> None:
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
-        with writing(folder):
+        with convert_write_errors(folder):
             temporary.mkdir(parents=True)
             files = {}
             for name, dtype in _TYPES.items():
@@ -342,7 +342,7 @@ def _write(folder: Path, bins: Bins, of: dict[str, Any]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _read(folder: Path) -> tuple[Bins | None, str]:
+def _read_bins(folder: Path) -> tuple[Bins | None, str]:
     """Return the bins of a folder if they are intact, else None and the problem, if any."""
     record = folder / "packing.json"
     if not record.is_file():

@@ -18,25 +18,25 @@ Words = npt.NDArray[np.uint64]
 
 ROUNDS = 6
 
-MOST = 1 << 53
+MAX_SIZE = 1 << 53
 """Maximum size of a permutation: a float represents every integer up to it."""
 
 
 def permute(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> Integers:
     """Apply a keyed permutation of [0, size) to values of any shape.
 
-    `size` (from 1 to `MOST`) and `key` (64 bits) are scalars, or have one entry per value. Each key
-    has its own permutation.
+    `size` (from 1 to `MAX_SIZE`) and `key` (64 bits) are scalars, or have one entry per value. Each
+    key has its own permutation.
     """
-    return _walk(values, size, key, backward=False)
+    return _cycle_walk(values, size, key, backward=False)
 
 
 def unpermute(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> Integers:
     """Apply the inverse of `permute`."""
-    return _walk(values, size, key, backward=True)
+    return _cycle_walk(values, size, key, backward=True)
 
 
-def mix(value: npt.ArrayLike) -> Words:
+def splitmix64(value: npt.ArrayLike) -> Words:
     """Apply the finalizer of splitmix64 (Steele, Lea and Flood, 2014), a 64-bit bijection."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(value, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -45,15 +45,15 @@ def mix(value: npt.ArrayLike) -> Words:
         return cast(Words, mixed ^ (mixed >> np.uint64(31)))
 
 
-def key_of(key: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
+def derive_key(key: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
     """Derive a key from another key and numbers. Changing any of them gives another key."""
     made = np.asarray(key, dtype=np.uint64)
     for part in parts:
-        made = mix(made ^ mix(np.asarray(part, dtype=np.int64).astype(np.uint64)))
+        made = splitmix64(made ^ splitmix64(np.asarray(part, dtype=np.int64).astype(np.uint64)))
     return made
 
 
-def _walk(
+def _cycle_walk(
     values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, *, backward: bool
 ) -> Integers:
     start = np.asarray(values, dtype=np.int64)
@@ -64,9 +64,9 @@ def _walk(
     halves = _half_bits(sizes)
     todo = np.ones(flat.shape, dtype=np.bool_)
     while todo.any():
-        walked = _feistel(flat[todo], _of(halves, todo), _of(keys, todo), backward=backward)
+        walked = _feistel(flat[todo], _select(halves, todo), _select(keys, todo), backward=backward)
         flat[todo] = walked
-        todo[todo] = np.asarray(walked >= _of(sizes, todo))
+        todo[todo] = np.asarray(walked >= _select(sizes, todo))
     return flat.astype(np.int64).reshape(start.shape)
 
 
@@ -77,11 +77,11 @@ def _feistel(values: Words, half_bits: Words, key: Words, *, backward: bool) -> 
     right: Words = values & mask
     numbers = range(1, ROUNDS + 1)
     for number in reversed(numbers) if backward else numbers:
-        word = mix(np.uint64(number) ^ key)
+        word = splitmix64(np.uint64(number) ^ key)
         if backward:
-            left, right = right ^ (mix(left ^ word) & mask), left
+            left, right = right ^ (splitmix64(left ^ word) & mask), left
         else:
-            left, right = right, left ^ (mix(right ^ word) & mask)
+            left, right = right, left ^ (splitmix64(right ^ word) & mask)
     return cast(Words, (left << half_bits) | right)
 
 
@@ -100,5 +100,5 @@ def _one_or_each(value: npt.ArrayLike, like: Integers) -> Words:
     return np.asarray(flat[0]) if (flat == flat[0]).all() else flat
 
 
-def _of(numbers: Words, chosen: npt.NDArray[np.bool_]) -> Words:
+def _select(numbers: Words, chosen: npt.NDArray[np.bool_]) -> Words:
     return numbers if numbers.ndim == 0 else numbers[chosen]

@@ -16,7 +16,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig
 from trainctl.data.corpus_writer import Chunk
 from trainctl.data.store import files_in_order
-from trainctl.data.token_arrays import Span, fingerprint, probe_starts
+from trainctl.data.token_arrays import Span, probe_starts, token_fingerprint
 from trainctl.data.tokenized import Ends, Tokenized, ends_by_id
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import Finding, TrainctlError
@@ -60,10 +60,10 @@ def open_token_files(
                 )
             opened.append(open_file(config, file))
         except TrainctlError as error:
-            found.append(_finding(error.message, error.hint))
+            found.append(_unfit_ids_finding(error.message, error.hint))
             continue
         found += [
-            _finding(each, "the tokenizer that made them, in tokenizer")
+            _unfit_ids_finding(each, "the tokenizer that made them, in tokenizer")
             for each in opened[-1].problems(vocab_size, end_of_document)
         ]
     return opened, found
@@ -86,19 +86,19 @@ def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) 
         raise TrainctlError(found[0].message + more, hint=found[0].hint, findings=found)
     held_out = set(files.held_out)
     for number, (file, tokenized) in enumerate(zip(every, opened, strict=True)):
-        ends = _ends_of(tokenized, tokenizer.end_of_document)
+        ends = _document_ends(tokenized, tokenizer.end_of_document)
         if files.by_document:
             for split, part in zip(
                 ("train", "held_out"), _split_file(ends, config.held_out_fraction), strict=True
             ):
-                yield _chunk(split, tokenized, part, number, tokenizer.vocab_size)
+                yield _token_chunk(split, tokenized, part, number, tokenizer.vocab_size)
         else:
             whole = _DocumentRange(0, len(tokenized.ids), ends, 1)
             split = "held_out" if file in held_out else "train"
-            yield _chunk(split, tokenized, whole, number, tokenizer.vocab_size)
+            yield _token_chunk(split, tokenized, whole, number, tokenizer.vocab_size)
 
 
-def _ends_of(tokenized: Tokenized, end_of_document: int | None) -> Ends:
+def _document_ends(tokenized: Tokenized, end_of_document: int | None) -> Ends:
     """Return ends from the index, or by the end-of-document id; else all is one document."""
     if tokenized.ends is not None:
         return tokenized.ends
@@ -123,7 +123,9 @@ def _split_file(ends: Ends, fraction: float) -> tuple[_DocumentRange, _DocumentR
     )
 
 
-def _chunk(split: str, tokenized: Tokenized, part: _DocumentRange, file: int, limit: int) -> Chunk:
+def _token_chunk(
+    split: str, tokenized: Tokenized, part: _DocumentRange, file: int, limit: int
+) -> Chunk:
     ids = tokenized.ids[part.first : part.end]
     span = Span(
         file=str(tokenized.file),
@@ -141,7 +143,7 @@ def _chunk(split: str, tokenized: Tokenized, part: _DocumentRange, file: int, li
         part.ends,
         np.full(count, file),
         np.arange(part.number, part.number + count),
-        replace(span, fingerprint=fingerprint(ids)),
+        replace(span, fingerprint=token_fingerprint(ids)),
     )
 
 
@@ -166,7 +168,7 @@ def _find_other_tokenizers(
         if name.rpartition("/")[2] in own or (file is not None and _is_copy(name, file)):
             continue
         first = next(each.file for each in opened if each.tokenizer == name)
-        yield _finding(
+        yield _unfit_ids_finding(
             f"{first} was made with the tokenizer {name!r}, and this run has "
             f"{file or 'that of bytes'}",
             f"that tokenizer in tokenizer, or data.made_with={name} if it is the same",
@@ -182,5 +184,5 @@ def _is_copy(name: str, file: Path) -> bool:
         return False
 
 
-def _finding(message: str, hint: str) -> Finding:
+def _unfit_ids_finding(message: str, hint: str) -> Finding:
     return Finding(rule=UNFIT_IDS, key="data.paths", message=message, hint=hint)

@@ -180,14 +180,14 @@ def read_samples(
             )
         reader, epoch = readers[name, length], int(found.epoch[number])
         pieces = reader.pieces(index)
-        text, is_cut, stretches = _decode(
+        text, is_cut, stretches = _decode_sample(
             reader.read(np.array([index]), np.array([epoch])),
             sum(end - start for start, end in pieces),
             tokenizer,
             most_characters,
             is_marked=corpus.is_marked,
         )
-        passages = [each for start, end in pieces for each in _passages(texts[name], start, end)]
+        passages = [each for span in pieces for each in _sample_passages(texts[name], *span)]
         samples.append(
             Sample(
                 counter=counter,
@@ -204,14 +204,14 @@ def read_samples(
     return samples
 
 
-def _decode(
+def _decode_sample(
     batch: SampleBatch, size: int, tokenizer: Tokenizer, most_characters: int, *, is_marked: bool
 ) -> tuple[str, bool, tuple[ChatStretch, ...]]:
     """Return the text of the first sample's `size` tokens, whether it is cut, and its stretches."""
     ids = batch.tokens[0, :size]
     text = tokenizer.decode(ids.tolist(), with_special=is_marked)
     cut = text[:most_characters] if most_characters else text
-    stretches = _stretches(ids, batch.ignored[0], tokenizer, len(cut)) if is_marked else ()
+    stretches = _loss_mask_runs(ids, batch.ignored[0], tokenizer, len(cut)) if is_marked else ()
     return cut, len(cut) < len(text), tuple(stretches)
 
 
@@ -239,7 +239,7 @@ def common_document(batches: Sequence[Sequence[Sample]]) -> tuple[str, Passage] 
     return source, passage
 
 
-def _stretches(
+def _loss_mask_runs(
     ids: npt.NDArray[np.int64],
     ignored: npt.NDArray[np.bool_],
     tokenizer: Tokenizer,
@@ -302,7 +302,7 @@ def _ends_of_documents(tokens: Tokens, end_of_document: int | None, limit: int) 
     return [int(end) for end in np.concatenate(found)]
 
 
-def _passages(text: TrainingText, first: int, last: int) -> Iterator[Passage]:
+def _sample_passages(text: TrainingText, first: int, last: int) -> Iterator[Passage]:
     ends = text.ends
     if ends is None:
         yield Passage(None, None, None, first, last)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainctl.config.compose import Composed
+from trainctl.config.compose import ComposedConfig
 from trainctl.config.layers import Layer
 from trainctl.config.schema import DataConfig, RunConfig
 from trainctl.errors import Finding, TrainctlError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SAMPLE_BYTES = 1 << 16
 """Bytes of a source's first file that are tokenized for an estimate."""
 
-USUAL = 4.0
+USUAL_BYTES_PER_TOKEN = 4.0
 """Bytes of text per token, if no text can be sampled."""
 
 COMPRESSED = {".gz": 3.5, ".zst": 3.5, ".xz": 4.0, ".bz2": 4.0, ".parquet": 3.0}
@@ -113,7 +113,7 @@ def preview_data_plan(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
     """
     if not plan.config.trains_itself or plan.config.data.factory is not None:
         return None, []
-    from trainctl.data.mixture import REPEATED, plan_data
+    from trainctl.data.mixture import REPEATED_SOURCE, plan_data
 
     try:
         counts, unread = count_source_tokens(plan.config)
@@ -123,7 +123,7 @@ def preview_data_plan(plan: RunPlan) -> tuple[DataPlan | None, list[Finding]]:
         return None, []
     found = plan_data(plan, counts)
     is_guessed = any(count.is_estimate for count in counts.values())
-    problems = [each for each in found.problems if each.rule == REPEATED or not is_guessed]
+    problems = [each for each in found.problems if each.rule == REPEATED_SOURCE or not is_guessed]
     return (found if found.stages else None), problems
 
 
@@ -138,12 +138,12 @@ def _estimate_tokens(section: DataConfig, tokenizer: Tokenizer) -> int:
 
 
 def _bytes_per_token(files: Sequence[File], tokenizer: Tokenizer) -> float:
-    """Return the bytes per token at the start of the first file, or `USUAL` if it is not text."""
+    """Return the bytes per token at the start of the first file, or the usual value."""
     if not files:
-        return USUAL
+        return USUAL_BYTES_PER_TOKEN
     head = read_head(files[0], SAMPLE_BYTES)
     if not head or binary_format(head) is not None:
-        return USUAL
+        return USUAL_BYTES_PER_TOKEN
     return len(head) / max(1, len(tokenizer.encode(head.decode("utf-8", errors="replace"))))
 
 
@@ -151,7 +151,7 @@ COUNTED = "counted in the corpus"
 """Source of `training.epoch_tokens` in `config why`."""
 
 
-def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
+def count_epoch(composed: ComposedConfig, *, tokenize: bool) -> ComposedConfig:
     """Return the configuration with `training.epoch_tokens` set, if the run's length needs it.
 
     Args:
@@ -168,7 +168,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
         return composed
     if not config.trains_itself or config.data.sources:
         return composed
-    corpus = _tokenized(config) if tokenize else _cached(config)
+    corpus = _tokenize_corpus(config) if tokenize else _read_cached_corpus(config)
     if corpus is None:
         return composed
     from trainctl.data.packing import packed_token_count  # imports numpy, which few plans need
@@ -180,7 +180,7 @@ def count_epoch(composed: Composed, *, tokenize: bool) -> Composed:
     return replace(composed, config=counted, layers=layers)
 
 
-def _cached(config: RunConfig) -> Corpus | None:
+def _read_cached_corpus(config: RunConfig) -> Corpus | None:
     from trainctl.data.corpora import cached_corpora
     from trainctl.data.tokenizer import load_tokenizer
 
@@ -190,13 +190,13 @@ def _cached(config: RunConfig) -> Corpus | None:
         return None  # a missing file is reported by another check
 
 
-def _tokenized(config: RunConfig) -> Corpus:
+def _tokenize_corpus(config: RunConfig) -> Corpus:
     from trainctl.data.corpora import build_corpora
     from trainctl.data.prepare import TokenizingProgress
     from trainctl.data.tokenizer import load_tokenizer
     from trainctl.readers.remote import print_notice
 
-    if _cached(config) is None:
+    if _read_cached_corpus(config) is None:
         print_notice(
             "reading the corpus, to know how long training.epochs is; it is kept for the training"
         )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.permutation import Integers, Words, key_of, mix, permute, unpermute
+from trainctl.data.permutation import Integers, Words, derive_key, permute, splitmix64, unpermute
 from trainctl.plans.mixture import samples_in
 
 SHARD_TOKENS = 1 << 26
@@ -42,10 +42,10 @@ def source_key(seed: int, name: str) -> int:
     `SINGLE_SOURCE` has the key of a run with one source, so that such a run continues unchanged
     when other sources are added.
     """
-    key = mix(np.uint64(seed))
+    key = splitmix64(np.uint64(seed))
     if name != SINGLE_SOURCE:
         digest = hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()
-        key = mix(key ^ np.uint64(int.from_bytes(digest[:8], "little")))
+        key = splitmix64(key ^ np.uint64(int.from_bytes(digest[:8], "little")))
     return int(key)
 
 
@@ -169,10 +169,12 @@ class FixedLengthSegment:
         in_shard = self.shard_tokens // self.length
         shard, within = divmod(index, in_shard)
         full = self.samples // in_shard
-        mixed = int(_shards(np.array([shard]), full, keys, unpermute)[0]) * in_shard + within
+        mixed = (
+            int(_permute_shards(np.array([shard]), full, keys, unpermute)[0]) * in_shard + within
+        )
         begin = mixed // each * each
         size = min(each, self.samples - begin)
-        return begin + int(unpermute([mixed - begin], size, key_of(keys, begin))[0])
+        return begin + int(unpermute([mixed - begin], size, derive_key(keys, begin))[0])
 
     def _tail_samples(
         self, before: FixedLengthSegment, draws: Integers
@@ -193,7 +195,7 @@ class FixedLengthSegment:
         return found
 
     def _tail_key(self) -> Words:
-        return key_of(np.uint64(self.key), self.tail_from, self.length, self.tail)
+        return derive_key(np.uint64(self.key), self.tail_from, self.length, self.tail)
 
 
 def epoch_and_index(
@@ -213,21 +215,23 @@ def epoch_and_index(
         return epochs, permute(places, samples, keys)
     begin = places // each * each
     size = np.minimum(each, samples - begin)
-    of_window = np.where(has_windows, key_of(keys, begin), keys)
+    of_window = np.where(has_windows, derive_key(keys, begin), keys)
     mixed = begin + permute(places - begin, size, of_window)
     chosen = np.flatnonzero(np.broadcast_to(has_windows, mixed.shape))
     in_shard, samples = (np.broadcast_to(n, mixed.shape)[chosen] for n in (in_shard, samples))
     slots, within = np.divmod(mixed[chosen], in_shard)
-    shards = _shards(slots, samples // in_shard, keys[chosen], permute)
+    shards = _permute_shards(slots, samples // in_shard, keys[chosen], permute)
     mixed[chosen] = shards * in_shard + within
     return epochs, mixed
 
 
-def _shards(shards: Integers, full: npt.ArrayLike, keys: Words, how: Permutation) -> Integers:
+def _permute_shards(
+    shards: Integers, full: npt.ArrayLike, keys: Words, how: Permutation
+) -> Integers:
     """Permute the full shards. A shard that is not full stays the last of an epoch."""
     most = np.asarray(full)
     inside = np.minimum(shards, np.maximum(most - 1, 0))
-    moved = how(inside, np.maximum(most, 1), key_of(keys, _SHARDS))
+    moved = how(inside, np.maximum(most, 1), derive_key(keys, _SHARDS))
     return np.where(shards < most, moved, shards)
 
 

@@ -71,10 +71,10 @@ def corpus_statistics(
             5); or its text is not in files of its own (`data.factory`, `data=stream`).
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    return statistics_of(_texts(config, tokenizer), tokenizer.decode, progress)
+    return statistics_of(_source_texts(config, tokenizer), tokenizer.decode, progress)
 
 
-def _texts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceText]:
+def _source_texts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceText]:
     """Return the tokenized text of each source."""
     if config.data.factory is not None:
         raise TrainctlError("data.factory gives its texts when a run starts, and no earlier")
@@ -124,14 +124,14 @@ def statistics_of(
         def notify(done: int, before: int = before) -> None:
             progress(before + done, whole)
 
-        every = np.concatenate([seen, _hashes(source.tokens, bounds, notify)])
+        every = np.concatenate([seen, _document_hashes(source.tokens, bounds, notify)])
         seen = np.unique(every)
-        found[name] = _of_source(source, bounds, decode, copies=len(every) - len(seen))
+        found[name] = _statistics_of_source(source, bounds, decode, copies=len(every) - len(seen))
         before += len(source.tokens)
     return found
 
 
-def _of_source(
+def _statistics_of_source(
     source: SourceText, bounds: npt.NDArray[np.int64], decode: Decode, *, copies: int
 ) -> SourceStatistics:
     lengths = np.diff(bounds)
@@ -151,7 +151,9 @@ def _of_source(
     )
 
 
-def _hashes(tokens: Tokens, bounds: npt.NDArray[np.int64], notify: Callable[[int], None]) -> Hashes:
+def _document_hashes(
+    tokens: Tokens, bounds: npt.NDArray[np.int64], notify: Callable[[int], None]
+) -> Hashes:
     """Return a 64-bit hash of the tokens of each document that is not empty."""
     found = []
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):

@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig
-from trainctl.data.cache_files import map_array, write_synced, writing
+from trainctl.data.cache_files import convert_write_errors, map_array, write_synced
 from trainctl.data.tasks import Claims, FileRange, Task, plan_tasks
 from trainctl.data.tokenizer import Encoder, dtype_for, encode_documents
 from trainctl.errors import TrainctlError
@@ -236,7 +236,7 @@ class TokenStore:
         }
         key = digest_of(json.dumps(settings, sort_keys=True))[:24]
         store = cls(cache / f"store-{key}", config, tokenizer)
-        with writing(store.folder):
+        with convert_write_errors(store.folder):
             for name in ("parts", "tasks", "claims"):
                 (store.folder / name).mkdir(parents=True, exist_ok=True)
             if not (store.folder / "store.json").is_file():
@@ -294,12 +294,12 @@ class TokenStore:
             self.discard(part)
             temporary = part.with_name(f".{task.key}.{secrets.token_hex(4)}")
             try:
-                with writing(self.folder):
+                with convert_write_errors(self.folder):
                     readers = [Reader(self.config) for _ in task.pieces]
                     write_part(
                         temporary,
                         self.tokenizer,
-                        _documents(task, readers, counts_lines),
+                        _task_documents(task, readers, counts_lines),
                         lambda: map(_range_counts, task.pieces, readers, lines),
                         progress,
                     )
@@ -312,12 +312,12 @@ class TokenStore:
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         _require_unchanged(task)
-        with writing(self.folder):
+        with convert_write_errors(self.folder):
             write_json(self._record(task), {**task.to_plain(), "part": content})
 
     def discard(self, part: Path) -> None:
         """Remove a damaged part of this store or of another source's."""
-        with writing(self.folder):
+        with convert_write_errors(self.folder):
             if part.parent.name == "parts" and part.exists():
                 away = part.with_name(f".{part.name}.damaged")
                 shutil.rmtree(away, ignore_errors=True)
@@ -358,7 +358,7 @@ def files_in_order(train: Sequence[File], held_out: Sequence[File]) -> list[File
 
 def lines_before(piece: FileRange) -> int:
     """Count the lines of a file before a range; everything before it is read."""
-    return sum(block.count(b"\n") for block in _blocks(piece.file, 0, piece.start))
+    return sum(block.count(b"\n") for block in _file_blocks(piece.file, 0, piece.start))
 
 
 def shift_line_number(text: str, piece: FileRange, before: int) -> str:
@@ -375,11 +375,11 @@ def shift_line_number(text: str, piece: FileRange, before: int) -> str:
 def read_documents(task: Task, config: DataConfig) -> Iterator[tuple[Origin, str]]:
     """Yield the documents of a task from its files again, as they are in its part."""
     readers = [Reader(config) for _ in task.pieces]
-    yield from _documents(task, readers, spec_of(config).counts_lines)
+    yield from _task_documents(task, readers, spec_of(config).counts_lines)
     _require_unchanged(task)
 
 
-def _documents(
+def _task_documents(
     task: Task, readers: Sequence[Reader], counts_lines: bool
 ) -> Iterator[tuple[Origin, str]]:
     for number, (piece, reader) in enumerate(zip(task.pieces, readers, strict=True)):
@@ -412,7 +412,9 @@ def _content_digest(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
     lines = []
     for piece in task.pieces:
         lines.append(0)
-        blocks = _blocks(piece.file, piece.start, piece.size if piece.end is None else piece.end)
+        blocks = _file_blocks(
+            piece.file, piece.start, piece.size if piece.end is None else piece.end
+        )
         if isinstance(piece.file, RemoteFile) or (piece.end is not None and not counts_lines):
             digest.update(json.dumps(piece.to_plain()).encode())
             if piece.end is not None and counts_lines:
@@ -431,7 +433,7 @@ def _content_digest(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
     return digest.hexdigest(), lines
 
 
-def _blocks(file: File, start: int, end: int) -> Iterator[bytes]:
+def _file_blocks(file: File, start: int, end: int) -> Iterator[bytes]:
     """Yield the bytes of a range of a file."""
     with file.open("rb") as stream:
         stream.seek(start)

@@ -118,13 +118,13 @@ def _run_in_processes(
     text = json.dumps(job).encode()
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        processes += (_start(count) for _ in range(count))
+        processes += (_start_workers(count) for _ in range(count))
         for process in processes:
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended: `_watch` finds its exit code
+            with suppress(BrokenPipeError):  # it has ended: `_watch_workers` finds its exit code
                 process.stdin.write(text)
                 process.stdin.close()
-        _watch(store, tasks, processes, show)
+        _watch_workers(store, tasks, processes, show)
     finally:
         for process in processes:
             process.kill()
@@ -136,7 +136,7 @@ def _run_in_processes(
                     pipe.close()
 
 
-def _start(count: int) -> subprocess.Popen[bytes]:
+def _start_workers(count: int) -> subprocess.Popen[bytes]:
     threads = str(max(1, available_cores() // count))
     environment = {
         "RAYON_NUM_THREADS": threads,  # for the tokenizers library
@@ -148,7 +148,7 @@ def _start(count: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
 
 
-def _watch(
+def _watch_workers(
     store: TokenStore,
     tasks: Sequence[Task],
     processes: Sequence[subprocess.Popen[bytes]],
@@ -216,7 +216,7 @@ def space_needed(store: TokenStore, tasks: Sequence[Task], left: Sequence[Task])
 def require_space(store: TokenStore, tasks: Sequence[Task], left: Sequence[Task]) -> None:
     """Refuse to start if the disk has too little room."""
     needed = space_needed(store, tasks, left)
-    free = _free(store.folder)
+    free = _free_bytes(store.folder)
     if needed > free:
         raise TrainctlError(
             f"{store.folder.parent} has {free / 1e9:,.2f} GB free, and the tokens of this text "
@@ -237,14 +237,14 @@ def _bytes_per_byte(store: TokenStore, tasks: Sequence[Task]) -> float:
             parts = []
         if parts:
             return sum(_on_disk(part.folder) for part in parts) / size
-    return _sampled(store, tasks)
+    return _sampled_write_ratio(store, tasks)
 
 
 def _on_disk(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _sampled(store: TokenStore, tasks: Sequence[Task]) -> float:
+def _sampled_write_ratio(store: TokenStore, tasks: Sequence[Task]) -> float:
     """Estimate bytes written per byte from the first documents. Errors in them are ignored here."""
     texts: list[str] = []
     room = _SAMPLE
@@ -268,5 +268,5 @@ def _sampled(store: TokenStore, tasks: Sequence[Task]) -> float:
     return (ids * width + len(texts) * _OF_A_DOCUMENT) / size * unpacked
 
 
-def _free(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free

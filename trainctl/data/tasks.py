@@ -104,10 +104,10 @@ def plan_tasks(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
 
     `ranges` divides files that are larger than a task; None divides no file.
     """
-    return list(_tasks(files, ranges))
+    return list(_group_into_tasks(files, ranges))
 
 
-def _tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
+def _group_into_tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
     group: list[FileRange] = []
     size = 0
     for file in files:
@@ -159,7 +159,7 @@ class Claims:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._here = f"{socket.gethostname()} {_namespace()}"
+        self._here = f"{socket.gethostname()} {_pid_namespace()}"
         self._seen: dict[str, tuple[str, float]] = {}
 
     @contextmanager
@@ -237,7 +237,7 @@ def _claim_text(path: Path) -> str:
     return str(path.readlink())
 
 
-def _namespace() -> str:
+def _pid_namespace() -> str:
     """Return this process's pid namespace: containers with one host name may share process ids."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())

@@ -36,7 +36,7 @@ CHARACTERS_FOR_BYTE = 20
 template may repeat parts of the conversation.
 """
 
-OF_TEMPLATES = (
+TEMPLATE_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -94,9 +94,9 @@ def render(
     with _lock:
         renderer = _get_renderer()
         try:
-            kind, *found = _request(renderer.connection, request)
+            kind, *found = _send_request(renderer.connection, request)
         except BaseException:  # also an interrupt: a late answer would be the next text's
-            _kill(renderer)
+            _kill_renderer(renderer)
             raise
     if kind == "refused":
         raise RefusedByTemplate(found[0])
@@ -105,7 +105,7 @@ def render(
     return found[0], found[1]
 
 
-def _request(connection: Connection, request: bytes) -> Sequence[Any]:
+def _send_request(connection: Connection, request: bytes) -> Sequence[Any]:
     try:
         connection.send_bytes(request)
         if not connection.poll(SECONDS):
@@ -131,13 +131,13 @@ def _get_renderer() -> _Renderer:
         ours, its = Pipe()
         pid = os.fork()
         if pid == 0:
-            _serve(its)
+            _serve_requests(its)
         its.close()
         _renderer = _Renderer(os.getpid(), pid, ours)
     return _renderer
 
 
-def _kill(renderer: _Renderer) -> None:
+def _kill_renderer(renderer: _Renderer) -> None:
     """Kill a renderer that did not answer; the next text forks another one."""
     global _renderer
     _renderer = None
@@ -146,7 +146,7 @@ def _kill(renderer: _Renderer) -> None:
     os.waitpid(renderer.pid, 0)
 
 
-def _serve(connection: Connection) -> NoReturn:
+def _serve_requests(connection: Connection) -> NoReturn:
     """Answer requests until the parent process has ended."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -180,7 +180,7 @@ def _render_request(request: bytes) -> tuple[Any, ...]:
         )
     except MemoryError:
         return "out of bounds", f"takes more than {MEMORY_BYTES >> 20:,} MiB"
-    except (TemplateError, *OF_TEMPLATES) as error:
+    except (TemplateError, *TEMPLATE_ERRORS) as error:
         return "refused", str(error)
     most = CHARACTERS + CHARACTERS_FOR_BYTE * len(request)
     if len(texts[0]) > most:

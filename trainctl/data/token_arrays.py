@@ -1,7 +1,7 @@
 """Arrays of token ids that are read by slices: spans of existing files, and ids with loss marks.
 
 A corpus can use ids in the files of other tools in place. `Span` is a range of such a file, and
-`Joined` reads consecutive spans as one array.
+`JoinedSpans` reads consecutive spans as one array.
 
 A *loss mark* is the highest bit of a stored id: it is set if the token is a label. Everything that
 moves ids moves their marks too. Marks take no space if the vocabulary leaves the bit free: up to
@@ -34,7 +34,7 @@ _MAPPED = 256
 
 
 class Tokens(Protocol):
-    """Ids that are read by slices: an array or `Joined`."""
+    """Ids that are read by slices: an array or `JoinedSpans`."""
 
     def __len__(self) -> int: ...
 
@@ -83,12 +83,12 @@ class Span:
     def problem(self) -> str:
         """Describe a missing file, wrong size or wrong fingerprint; empty if all is well."""
         found = self.size_problem()
-        if not found and fingerprint(self.ids()) != self.fingerprint:
+        if not found and token_fingerprint(self.ids()) != self.fingerprint:
             found = f"{self.file} has other ids"
         return found
 
 
-class Joined:
+class JoinedSpans:
     """Consecutive spans, read by slices as one array."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -141,7 +141,7 @@ class Joined:
         return ids
 
 
-def fingerprint(ids: Ids) -> str:
+def token_fingerprint(ids: Ids) -> str:
     """Return the SHA-256 of the number of ids and of ids at places all over them."""
     digest = hashlib.sha256(str(len(ids)).encode())
     for start in probe_starts(len(ids), _PROBES, _PROBE):
@@ -171,19 +171,21 @@ def marked_vocab_size(vocab_size: int) -> int:
     return 1 << 16 if vocab_size <= 1 << 15 else 1 << 32
 
 
-def marked(ids: Ids, loss_mask: npt.NDArray[np.bool_], vocab_size: int) -> npt.NDArray[np.int64]:
+def mark_tokens(
+    ids: Ids, loss_mask: npt.NDArray[np.bool_], vocab_size: int
+) -> npt.NDArray[np.int64]:
     """Set the mark of ids with a loss. Both arrays have the shape (tokens,)."""
     return np.where(loss_mask, ids | (marked_vocab_size(vocab_size) >> 1), ids).astype(np.int64)
 
 
 def without_marks(ids: Ids) -> Ids:
     """Return the ids as the tokenizer gave them."""
-    return ids & _highest(ids, minus=1)
+    return ids & _mark_bit_minus(ids, minus=1)
 
 
 def loss_mask_of(ids: Ids) -> npt.NDArray[np.bool_]:
     """Return the loss mask of marked ids."""
-    found: npt.NDArray[np.bool_] = ids >= _highest(ids)
+    found: npt.NDArray[np.bool_] = ids >= _mark_bit_minus(ids)
     return found
 
 
@@ -210,7 +212,7 @@ class LossMask:
         return loss_mask_of(self.tokens[place])
 
 
-def _highest(ids: Ids, minus: int = 0) -> np.integer:
+def _mark_bit_minus(ids: Ids, minus: int = 0) -> np.integer:
     """Return the mark bit in the dtype of the ids, less `minus`."""
     found: np.integer = ids.dtype.type((1 << (8 * ids.dtype.itemsize - 1)) - minus)
     return found

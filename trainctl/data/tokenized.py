@@ -117,22 +117,22 @@ def open_tokenized(file: Path, dtype: str | None = None) -> Tokenized:
     Raises:
         TrainctlError: Index and ids do not fit, or the type of the ids is unknown.
     """
-    with _readable(file):
+    with _convert_read_errors(file):
         index = file.with_suffix(".idx")
         if file.suffix == ".bin" and index.is_file():
-            return _megatron(file, index)
+            return _open_megatron(file, index)
         with file.open("rb") as stream:
             head = stream.read(_LLM_C_HEADER)
         if file.suffix == ".ds" or file.with_name(f"{file.name}.index").is_file():
-            return _datatrove(file, dtype)
+            return _open_datatrove(file, dtype)
         own = file.with_suffix(".ends")
         if own.is_file():
-            return _with_ends(file, own, dtype)
+            return _open_with_index(file, own, dtype)
         if head.startswith(_NPY):
-            return _numpy(file)
+            return _open_numpy(file)
         first = int.from_bytes(head[:4], "little")
         if first in _LLM_C and len(head) == _LLM_C_HEADER:
-            return _llm_c(file, head, _LLM_C[first])
+            return _open_llm_c(file, head, _LLM_C[first])
         ids = map_ids(file, _stated_dtype(file, dtype))
         return _require_consistent(Tokenized(file, ids, _dolma_ends(file)))
 
@@ -152,34 +152,38 @@ def ends_by_id(ids: Ids, end_of_document: int) -> Ends:
     return ends.astype(np.int64, copy=False)
 
 
-def _megatron(file: Path, index: Path) -> Tokenized:
+def _open_megatron(file: Path, index: Path) -> Tokenized:
     raw = np.memmap(index, np.uint8, "r") if index.stat().st_size else np.empty(0, np.uint8)
     head = raw[:_MEGATRON_HEADER].tobytes()
     if len(head) < _MEGATRON_HEADER or not head.startswith(_MEGATRON):
-        raise _unusable(index, "it is no index of Megatron's")
+        raise _unusable_error(index, "it is no index of Megatron's")
     if int.from_bytes(head[9:17], "little") != 1:
-        raise _unusable(index, f"its version is {int.from_bytes(head[9:17], 'little')}, not 1")
+        raise _unusable_error(
+            index, f"its version is {int.from_bytes(head[9:17], 'little')}, not 1"
+        )
     if head[17] not in _MEGATRON_TYPES:
-        raise _unusable(index, f"its type is number {head[17]}, which is none of ids")
+        raise _unusable_error(index, f"its type is number {head[17]}, which is none of ids")
     sequences, entries = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
     # Lengths, byte offsets, then the first sequence of each document and the number of all.
     starts = [_MEGATRON_HEADER, _MEGATRON_HEADER + 4 * sequences, _MEGATRON_HEADER + 12 * sequences]
     if len(raw) < starts[2] + 8 * entries:
-        raise _unusable(index, f"it is cut off: {len(raw):,} of {starts[2] + 8 * entries:,} bytes")
+        raise _unusable_error(
+            index, f"it is cut off: {len(raw):,} of {starts[2] + 8 * entries:,} bytes"
+        )
     lengths = raw[starts[0] : starts[1]].view("<i4")
     places = raw[starts[1] : starts[2]].view("<i8")
     firsts = raw[starts[2] : starts[2] + 8 * entries].view("<i8")
     ids = map_ids(file, _MEGATRON_TYPES[head[17]])
     stops = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if (lengths < 0).any() or not np.array_equal(places, stops[:-1] * ids.itemsize):
-        raise _unusable(index, "its sequences do not follow one another in the file of ids")
+        raise _unusable_error(index, "its sequences do not follow one another in the file of ids")
     is_whole = entries > 0 and firsts[0] == 0 and firsts[-1] == sequences
     if not is_whole or (np.diff(firsts) < 0).any():
-        raise _unusable(index, "its documents do not have each sequence once")
+        raise _unusable_error(index, "its documents do not have each sequence once")
     return _require_consistent(Tokenized(file, ids, stops[firsts[1:]]))
 
 
-def _datatrove(file: Path, dtype: str | None) -> Tokenized:
+def _open_datatrove(file: Path, dtype: str | None) -> Tokenized:
     index, metadata = (file.with_name(f"{file.name}.{end}") for end in ("index", "metadata"))
     tokenizer, width = "", ""
     if metadata.is_file():  # "NAME|BYTES"; older files: "NAME", two bytes
@@ -187,14 +191,14 @@ def _datatrove(file: Path, dtype: str | None) -> Tokenized:
         tokenizer, _, width = first.rpartition("|") if "|" in first else (first, "", "2")
     known = dtype or (f"u{width}" if width in ("2", "4") else None)
     if index.is_file():
-        return _with_ends(file, index, known, tokenizer)
+        return _open_with_index(file, index, known, tokenizer)
     return Tokenized(file, map_ids(file, _stated_dtype(file, known)), None, tokenizer)
 
 
-def _with_ends(file: Path, index: Path, dtype: str | None, tokenizer: str = "") -> Tokenized:
+def _open_with_index(file: Path, index: Path, dtype: str | None, tokenizer: str = "") -> Tokenized:
     """Open a file with an index of 8 bytes a document, which also tells the width of the ids."""
     if index.stat().st_size % 8:
-        raise _unusable(index, f"{index.stat().st_size:,} bytes are no numbers of 8")
+        raise _unusable_error(index, f"{index.stat().st_size:,} bytes are no numbers of 8")
     ends = np.fromfile(index, "<u8").astype(np.int64)
     if dtype is None and len(ends):
         width = file.stat().st_size // max(1, int(ends[-1]))
@@ -226,32 +230,32 @@ def _dolma_ends(file: Path) -> Ends | None:
         gzip.BadGzipFile,
     ) as error:
         why = f"its rows do not begin with two places, or it is cut off ({error})"
-        raise _unusable(index, why) from None
+        raise _unusable_error(index, why) from None
     if len(places) == 0:
         return np.empty(0, np.int64)
     if places[0, 0] != 0 or (places[1:, 0] != places[:-1, 1]).any():
-        raise _unusable(index, "its documents do not follow one another")
+        raise _unusable_error(index, "its documents do not follow one another")
     return places[:, 1].copy()
 
 
-def _numpy(file: Path) -> Tokenized:
+def _open_numpy(file: Path) -> Tokenized:
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OverflowError, SyntaxError, TokenError) as error:
-        raise _unusable(file, f"numpy cannot read it: {error}") from None
+        raise _unusable_error(file, f"numpy cannot read it: {error}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
-        raise _unusable(
+        raise _unusable_error(
             file, f"it is an array of {ids.dtype} of shape {ids.shape}, not a list of ids"
         )
     assert isinstance(ids, np.memmap)
     return Tokenized(file, map_ids(file, ids.dtype.str, ids.offset), None, offset=ids.offset)
 
 
-def _llm_c(file: Path, head: bytes, dtype: str) -> Tokenized:
+def _open_llm_c(file: Path, head: bytes, dtype: str) -> Tokenized:
     count = int.from_bytes(head[8:12], "little")
     ids = map_ids(file, dtype, _LLM_C_HEADER)
     if len(ids) != count:
-        raise _unusable(file, f"its header says {count:,} ids, and it has {len(ids):,}")
+        raise _unusable_error(file, f"its header says {count:,} ids, and it has {len(ids):,}")
     return Tokenized(file, ids, None, offset=_LLM_C_HEADER)
 
 
@@ -273,7 +277,7 @@ def map_ids(file: Path, dtype: str, offset: int = 0) -> Ids:
     """
     size, width = file.stat().st_size - offset, np.dtype(dtype).itemsize
     if size % width:
-        raise _unusable(file, f"{size:,} bytes are no ids of {width} bytes")
+        raise _unusable_error(file, f"{size:,} bytes are no ids of {width} bytes")
     return map_array(file, dtype, offset)
 
 
@@ -283,9 +287,11 @@ def _require_consistent(tokenized: Tokenized) -> Tokenized:
         return tokenized
     last = int(ends[-1]) if len(ends) else 0
     if last != count:
-        raise _unusable(tokenized.file, f"its index ends at id {last:,}, and it has {count:,}")
+        raise _unusable_error(
+            tokenized.file, f"its index ends at id {last:,}, and it has {count:,}"
+        )
     if len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any()):
-        raise _unusable(tokenized.file, "the ends of its documents do not ascend")
+        raise _unusable_error(tokenized.file, "the ends of its documents do not ascend")
     return tokenized
 
 
@@ -318,12 +324,12 @@ def _spread_places(count: int, most: int) -> npt.NDArray[np.int64]:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
-def _unusable(file: Path, why: str) -> TrainctlError:
+def _unusable_error(file: Path, why: str) -> TrainctlError:
     return TrainctlError(f"{file} cannot be used: {why}", hint="copy or make it again")
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def _convert_read_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

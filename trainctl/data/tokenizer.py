@@ -167,7 +167,7 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Separated:
+class SeparatingEncoder:
     """An encoder that appends a separator text to each document."""
 
     encoder: Encoder
@@ -203,7 +203,7 @@ def encoder_of(section: DataConfig, tokenizer: Encoder) -> Encoder:
     if stores_loss_mask(section):
         made: Encoder = function_of("data", section.kind, "encoder")(section, tokenizer)
         return made
-    return Separated(tokenizer, section.separator) if section.separator else tokenizer
+    return SeparatingEncoder(tokenizer, section.separator) if section.separator else tokenizer
 
 
 def stores_loss_mask(section: DataConfig) -> bool:
@@ -224,13 +224,13 @@ def encode_documents(
     Texts are encoded `BATCH_CHARACTERS` characters at a time; a longer text is encoded alone.
     """
     end = tokenizer.end_of_document
-    for together in _batches(texts):
+    for together in _text_batches(texts):
         ids_of_each = tokenizer.encode_all([text for _, text in together])
         for (what, text), ids in zip(together, ids_of_each, strict=True):
             yield what, text, ids if end is None else np.append(ids, end)
 
 
-def _batches(texts: Iterable[tuple[T, str]]) -> Iterator[list[tuple[T, str]]]:
+def _text_batches(texts: Iterable[tuple[T, str]]) -> Iterator[list[tuple[T, str]]]:
     group: list[tuple[T, str]] = []
     size = 0
     for what, text in texts:

@@ -54,7 +54,7 @@ def make_importable(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def load(key: str, reference: str) -> Callable[..., Any]:
+def load_user_function(key: str, reference: str) -> Callable[..., Any]:
     """Import the function `reference`; `key` is the config key that names it, for messages.
 
     Raises:
@@ -94,11 +94,11 @@ def in_words(error: BaseException, file: str = "") -> str:
         file: File of the user's, whose line is named if a library that it called has failed.
     """
     text = describe_exception(error)
-    place = _place(error.__traceback__, file)
+    place = _frame_location(error.__traceback__, file)
     return f"{text} ({place})" if place else text
 
 
-def _place(trace: TracebackType | None, file: str) -> str:
+def _frame_location(trace: TracebackType | None, file: str) -> str:
     """Return file and line of the last frame outside the import machinery and this file."""
     frames = [
         frame
@@ -116,7 +116,7 @@ def run_trainer(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> int:
     Exceptions of the function propagate: they end the process, with a traceback in the rank's log.
     """
     assert plan.config.trainer is not None
-    function = load("trainer", plan.config.trainer)
+    function = load_user_function("trainer", plan.config.trainer)
     rank = Rank(
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

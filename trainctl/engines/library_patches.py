@@ -14,10 +14,10 @@ from trainctl.engines.patches import (
     SELECTIVE,
     SPARSE,
     TENSOR,
-    At,
-    How,
+    ProcessKind,
     Table,
     Use,
+    UseKind,
 )
 
 _DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
@@ -25,14 +25,14 @@ _DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
 _TORCH_USES = (
     Use(
         target="torch.nn.modules.module:Module.register_parameter",
-        how=How.replaced,
+        how=UseKind.replaced,
         why="while a model is built, so that no parameter ever takes memory or time to initialise",
         signature="(self, name, param)",
-        at=At.model,
+        at=ProcessKind.model,
     ),
     Use(
         target="torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply",
-        how=How.called,
+        how=UseKind.called,
         why="shards that were put in the place of those on meta are padded and kept before the "
         "optimizer is told of them, not at the first forward pass",
         contains="fsdp_param.reset_sharded_param()",
@@ -40,7 +40,7 @@ _TORCH_USES = (
     ),
     Use(
         target="torch.nn.modules.linear:Linear.forward",
-        how=How.extended,
+        how=UseKind.extended,
         why="an adapter adds a product of two narrow matrices to what a linear layer gives",
         body="9b9e79ddd8dd",
         names=("__class__",),
@@ -48,7 +48,7 @@ _TORCH_USES = (
     ),
     Use(
         target="torch.nn.modules.linear:Linear.forward",
-        how=How.extended,
+        how=UseKind.extended,
         why="a projection out of a tensor-parallel region adds its bias after the sum over ranks",
         body="9b9e79ddd8dd",
         names=("__class__",),
@@ -56,7 +56,7 @@ _TORCH_USES = (
     ),
     Use(
         target="torch.nn.modules.sparse:Embedding.forward",
-        how=How.extended,
+        how=UseKind.extended,
         why="a tensor-parallel rank looks up its own tokens",
         body="c06f22dedf9d",
         names=("__class__",),
@@ -64,7 +64,7 @@ _TORCH_USES = (
     ),
     Use(
         target="torch.nn.modules.linear:Linear.__init__",
-        how=How.extended,
+        how=UseKind.extended,
         why="the output projection computes the loss, by Liger's kernel",
         signature="(self, in_features, out_features, bias=True, device=None, dtype=None)",
         names=("__class__",),
@@ -72,7 +72,7 @@ _TORCH_USES = (
     ),
     Use(
         target=f"{_DISPATCH}.__torch_dispatch__",
-        how=How.extended,
+        how=UseKind.extended,
         why="what a block gives is kept or given back operation by operation: torch's own "
         "selective checkpointing keeps a product together with what is added to it in place",
         signature="(self, func, types, args=(), kwargs=None)",
@@ -81,7 +81,7 @@ _TORCH_USES = (
     ),
     Use(
         target="torch._ops:OpOverload.__init__",
-        how=How.read,
+        how=UseKind.read,
         why="which tensors an operation writes to",
         contains="self._schema = schema",
         names=("_ops", "_schema"),
@@ -89,7 +89,7 @@ _TORCH_USES = (
     ),
     Use(
         target="torch.utils._pytree:tree_leaves",
-        how=How.called,
+        how=UseKind.called,
         why="tensors among the arguments of an operation",
         signature="(tree, is_leaf=None)",
         names=("_pytree",),
@@ -97,7 +97,7 @@ _TORCH_USES = (
     ),
     Use(
         target="torch.utils._pytree:tree_map_only",
-        how=How.called,
+        how=UseKind.called,
         why="tensors among the results of an operation",
         signature="(type_or_types_or_pred, /, func, tree, is_leaf=None)",
         names=("_pytree",),
@@ -105,27 +105,27 @@ _TORCH_USES = (
     ),
     Use(
         target=f"{_DISPATCH}.__init__",
-        how=How.extended,
+        how=UseKind.extended,
         why="what a model saves for its backward pass is recorded operation by operation",
         signature="(self, _dispatch_key=None)",
         names=("_python_dispatch",),
-        at=At.trace,
+        at=ProcessKind.trace,
     ),
     Use(
         target="torch._subclasses.fake_tensor:FakeTensorMode.__init__",
-        how=How.called,
+        how=UseKind.called,
         why="a model of any size is traced on tensors without values",
         signature="(self, *, allow_fallback_kernels=True, allow_non_fake_inputs=False, "
         "shape_env=None, static_shapes=None, export=False)",
         names=("_subclasses",),
-        at=At.trace,
+        at=ProcessKind.trace,
     ),
     Use(
         target="torch.storage:_StorageBase._cdata",
-        how=How.read,
+        how=UseKind.read,
         why="tensors without values have no address to tell their storages apart by",
         contains="_cdata",
-        at=At.trace,
+        at=ProcessKind.trace,
     ),
 )
 
@@ -140,21 +140,21 @@ TORCHAO = Table(
     (
         Use(
             target=f"{_QUANTISATION}:create_dynamic_map",
-            how=How.called,
+            how=UseKind.called,
             why=_WHY,
             body="d9b060fa8ae9",
             need=EIGHT_BIT_MOMENTS,
         ),
         Use(
             target=f"{_QUANTISATION}:quantize_8bit_with_qmap",
-            how=How.called,
+            how=UseKind.called,
             why=_WHY,
             signature="(input, qmap)",
             need=EIGHT_BIT_MOMENTS,
         ),
         Use(
             target=f"{_QUANTISATION}:dequant_with_qmap",
-            how=How.called,
+            how=UseKind.called,
             why=_WHY,
             signature="(codes, qmap, scale)",
             need=EIGHT_BIT_MOMENTS,
@@ -173,7 +173,7 @@ _ATTENTION = (
 _TRANSFORMERS_USES = (
     Use(
         target="transformers.modeling_layers:GradientCheckpointingLayer",
-        how=How.replaced,
+        how=UseKind.replaced,
         why="a block is recomputed by trainctl's function, which decides what is kept meanwhile "
         "and where",
         contains="self._gradient_checkpointing_func(partial(",
@@ -182,15 +182,15 @@ _TRANSFORMERS_USES = (
     ),
     Use(
         target="transformers.configuration_utils:PreTrainedConfig._attn_implementation",
-        how=How.read,
+        how=UseKind.read,
         why="which attention a model of the user's has chosen: a flash kernel gets no mask, and "
         "has to be told where documents begin",
         signature="(self, value)",
-        at=At.model,
+        at=ProcessKind.model,
     ),
     Use(
         target="transformers.pytorch_utils:Conv1D.forward",
-        how=How.extended,
+        how=UseKind.extended,
         why="an adapter adds a product of two narrow matrices to what a linear layer gives",
         body="91d0f5dc9a87",
         names=("__class__",),
@@ -198,7 +198,7 @@ _TRANSFORMERS_USES = (
     ),
     Use(
         target="transformers.pytorch_utils:Conv1D.forward",
-        how=How.extended,
+        how=UseKind.extended,
         why="a projection out of a tensor-parallel region adds its bias after the sum over ranks",
         body="91d0f5dc9a87",
         names=("__class__",),
@@ -206,114 +206,114 @@ _TRANSFORMERS_USES = (
     ),
     Use(
         target="transformers.conversion_mapping:get_model_conversion_mapping",
-        how=How.called,
+        how=UseKind.called,
         why="published files have other names than a model in memory: transformers' own transforms",
         signature="(model, key_mapping=None, hf_quantizer=None, add_legacy=True)",
-        at=At.model,
+        at=ProcessKind.model,
     ),
     Use(
         target="transformers.core_model_loading:rename_source_key",
-        how=How.called,
+        how=UseKind.called,
         why="what a tensor of published files becomes",
         signature="(source_key, weight_renamings, weight_converters, base_model_prefix=None, "
         "meta_state_dict=None, reverse=False)",
-        at=At.model,
+        at=ProcessKind.model,
     ),
     Use(
         target="transformers.core_model_loading:WeightConverter.convert",
-        how=How.called,
+        how=UseKind.called,
         why="tensors of published files are joined by transformers' own operations",
         signature="(self, layer_name, model=None, config=None, hf_quantizer=None, "
         "loading_info=None)",
-        at=At.model,
+        at=ProcessKind.model,
     ),
     Use(
         target="transformers.core_model_loading:WeightTransform.add_tensor",
-        how=How.called,
+        how=UseKind.called,
         why="what a converter converts is given to it one by one",
         signature="(self, target_key, source_key, source_pattern, future)",
-        at=At.model,
+        at=ProcessKind.model,
     ),
     Use(
         target="transformers.core_model_loading:revert_weight_conversion",
-        how=How.read,
+        how=UseKind.read,
         why="an export is called as transformers calls what it saves: its order of transforms",
         body="1a1468de89e0",
         names=("apply_converters", "apply_renamings", "reverse_transform"),
-        at=At.model,
+        at=ProcessKind.model,
         fallback="exports may have other names than transformers gives its own",
     ),
     Use(
         target="transformers.utils.chat_template_utils:render_jinja_template",
-        how=How.called,
+        how=UseKind.called,
         why="a conversation becomes the text that it is in transformers, with the places of what "
         "the assistant says",
         signature="(conversations, tools=None, documents=None, chat_template=None, "
         "return_assistant_tokens_mask=False, continue_final_message=False, "
         "add_generation_prompt=False, **kwargs)",
-        at=At.model,
+        at=ProcessKind.model,
         need=CHAT,
     ),
     Use(
         target="transformers.modeling_utils:PreTrainedModel._init_weights",
-        how=How.called,
+        how=UseKind.called,
         why="a model's own code says how its parameters start; it is run on tensors without values",
         signature="(self, module)",
-        at=At.rank,
+        at=ProcessKind.rank,
     ),
     Use(
         target="transformers.masking_utils:find_packed_sequence_indices",
-        how=How.replaced,
+        how=UseKind.replaced,
         why="a trace has no positions to find documents by",
         signature="(position_ids)",
-        at=At.trace,
+        at=ProcessKind.trace,
     ),
     Use(
         target="transformers.integrations.moe:use_experts_implementation",
-        how=How.read,
+        how=UseKind.read,
         why="a model's experts are found, and computed by trainctl's function, whose rows come "
         "from all ranks of the expert axis",
         contains="experts_interface.get_interface(self.config._experts_implementation, "
         "original_forward)",
         names=("_experts_implementation", "_is_expert_parallel", "num_experts", "expert_axis"),
-        at=At.model,
+        at=ProcessKind.model,
         need=SPARSE,
     ),
     Use(
         target="transformers.integrations.moe:grouped_mm_experts_forward",
-        how=How.called,
+        how=UseKind.called,
         why="it multiplies the rows of a rank's own experts",
         signature="(self, hidden_states, top_k_index, top_k_weights)",
         need=EXPERTS,
     ),
     Use(
         target="transformers.integrations.moe:_can_use_grouped_mm",
-        how=How.replaced,
+        how=UseKind.replaced,
         why="torch's grouped product has shapes for tensors without values in bf16 only",
         signature="(input, weight, offs)",
-        at=At.trace,
+        at=ProcessKind.trace,
     ),
     Use(
         target="transformers.modeling_utils:PreTrainedModel._is_stateful",
-        how=How.read,
+        how=UseKind.read,
         why="which architectures carry a state from token to token, that documents would share",
         contains="_is_stateful: bool = False",
-        at=At.trace,
+        at=ProcessKind.trace,
     ),
     Use(
         target="transformers.modeling_utils:PreTrainedModel._supports_sdpa",
-        how=How.read,
+        how=UseKind.read,
         why="which attention an architecture can have, said before it is built",
         contains="_supports_sdpa: bool = False",
-        at=At.trace,
+        at=ProcessKind.trace,
         fallback="the attention of a model is taken for one that it can have",
     ),
     Use(
         target="transformers.modeling_utils:PreTrainedModel._supports_flash_attn",
-        how=How.read,
+        how=UseKind.read,
         why="which attention an architecture can have, said before it is built",
         contains="_supports_flash_attn: bool = False",
-        at=At.trace,
+        at=ProcessKind.trace,
         fallback="the attention of a model is taken for one that it can have",
     ),
 )
@@ -321,11 +321,11 @@ _TRANSFORMERS_USES = (
 SCALED = tuple(
     Use(
         target=f"{attention}.forward",
-        how=How.read,
+        how=UseKind.read,
         why="muP multiplies the scores of attention, by the factor that they have anyway",
         contains="scaling=self.scaling",
         names=("scaling",),
-        at=At.model,
+        at=ProcessKind.model,
         need=MUP,
     )
     for attention in _ATTENTION

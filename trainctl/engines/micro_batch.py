@@ -138,7 +138,7 @@ def document_lengths(positions: torch.Tensor, device: torch.device) -> dict[str,
     }
 
 
-class Sums:
+class StepSums:
     """Losses and recorded measures of a step, in fp64; adding to them does not wait for the device.
 
     Attributes:

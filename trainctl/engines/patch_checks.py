@@ -12,16 +12,18 @@ from typing import Any
 from trainctl.config.schema import RunConfig
 from trainctl.engines.deepspeed.patches import DEEPSPEED
 from trainctl.engines.library_patches import TORCH, TORCHAO, TRANSFORMERS
-from trainctl.engines.patches import At, compare_with_installed, load_function
+from trainctl.engines.patches import ProcessKind, compare_with_installed, load_function
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.health import CheckResult
 
 TABLES = (DEEPSPEED, TRANSFORMERS, TORCH, TORCHAO)
 
-TRAINING = frozenset({At.rank, At.model})
+TRAINING = frozenset({ProcessKind.rank, ProcessKind.model})
 
 
-def check_needed_definitions(config: RunConfig, at: Collection[At] = TRAINING) -> list[Finding]:
+def check_needed_definitions(
+    config: RunConfig, at: Collection[ProcessKind] = TRAINING
+) -> list[Finding]:
     """Return a finding for each definition that a run needs and that is installed differently.
 
     Args:
@@ -67,7 +69,7 @@ def list_uses(config: RunConfig) -> list[dict[str, Any]]:
     ]
 
 
-def require_definitions(config: RunConfig, at: Collection[At] = TRAINING) -> None:
+def require_definitions(config: RunConfig, at: Collection[ProcessKind] = TRAINING) -> None:
     """Raise before a changed package would be used wrongly.
 
     Raises:
@@ -76,7 +78,7 @@ def require_definitions(config: RunConfig, at: Collection[At] = TRAINING) -> Non
     _raise_findings(check_needed_definitions(config, at))
 
 
-def require_original_definitions(config: RunConfig, at: Collection[At] = TRAINING) -> None:
+def require_original_definitions(config: RunConfig, at: Collection[ProcessKind] = TRAINING) -> None:
     """Run `require`, and check that no other code in this process has replaced a definition.
 
     This imports the packages.

@@ -109,7 +109,7 @@ RULE = "TC305"
 """Rule of definitions in other packages that differ from the ones trainctl was written for."""
 
 
-class How(StrEnum):
+class UseKind(StrEnum):
     """The way in which trainctl uses a definition."""
 
     replaced = "replaced"
@@ -121,7 +121,7 @@ class How(StrEnum):
     """trainctl reads or sets an attribute."""
 
 
-class At(StrEnum):
+class ProcessKind(StrEnum):
     """The processes that need a definition."""
 
     rank = "rank"
@@ -140,7 +140,7 @@ class Use:
 
     target: str
     """Module and name, such as ``package.module:Class.method``."""
-    how: How
+    how: UseKind
     why: str
     """The reason, in one sentence."""
     signature: str = ""
@@ -151,7 +151,7 @@ class Use:
     """A statement or expression that the definition's code must contain."""
     names: tuple[str, ...] = ()
     """Names by which trainctl's code refers to it, if not by the last part of the target."""
-    at: At = At.rank
+    at: ProcessKind = ProcessKind.rank
     need: Need = ALWAYS
     apply: str = ""
     """Reference (``module:name``) to the function that makes the change for the whole process, at
@@ -174,7 +174,7 @@ class Use:
 
         For a user's own program, only what the agent uses is needed.
         """
-        is_ours = config.trains_itself or self.at not in (At.rank, At.model)
+        is_ours = config.trains_itself or self.at not in (ProcessKind.rank, ProcessKind.model)
         return is_ours and self.need.holds(config)
 
 
@@ -226,11 +226,11 @@ class Table:
         """Return True if a run of the configuration needs this use."""
         return self.need.holds(config) and use.is_needed(config)
 
-    def needed(self, config: RunConfig, at: Collection[At]) -> list[Use]:
+    def needed(self, config: RunConfig, at: Collection[ProcessKind]) -> list[Use]:
         """Return the uses that these processes of a run need."""
         return [use for use in self.uses if use.at in at and self.is_needed(use, config)]
 
-    def differences(self, config: RunConfig, at: Collection[At]) -> list[Finding]:
+    def differences(self, config: RunConfig, at: Collection[ProcessKind]) -> list[Finding]:
         """Return a finding for each definition that these processes need and whose installed code
         differs.
         """
@@ -239,7 +239,7 @@ class Table:
         found = ((use, compare_with_installed(use)) for use in self.needed(config, at))
         return [self._finding(use, what) for use, what in found if what]
 
-    def replaced(self, config: RunConfig, at: Collection[At]) -> list[Finding]:
+    def replaced(self, config: RunConfig, at: Collection[ProcessKind]) -> list[Finding]:
         """Return a finding for each needed definition that other code in this process has replaced.
 
         This imports the package.

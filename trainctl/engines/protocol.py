@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import Packing
-from trainctl.engines.micro_batch import MicroBatch, Sums
+from trainctl.engines.micro_batch import MicroBatch, StepSums
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.shards import (
     ElementRange,
@@ -263,7 +263,7 @@ class Engine(ABC):
         self._batch = batch
 
     @abstractmethod
-    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
+    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> StepSums:
         """Run forward and backward of each micro-batch of a step, and accumulate the gradients.
 
         Args:

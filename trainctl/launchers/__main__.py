@@ -20,7 +20,7 @@ from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import ResumePoint
-from trainctl.runs.lock import hold, holder, inherit_lock
+from trainctl.runs.lock import find_holder, hold_lock, inherit_lock
 from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import read_events
 from trainctl.runs.status import State, change_status, read_status
@@ -42,8 +42,8 @@ def main() -> int:
     die_with_parent(death_signal=signal.SIGTERM)  # only if `PARENT_VARIABLE` is set
     try:
         run = open_run(given.run_dir)
-        with _held(run, given.lock):
-            code, plan = _launch(run, given.attempt)
+        with _hold_lock(run, given.lock):
+            code, plan = _run_attempt(run, given.attempt)
         after_job(run, plan, code)
     except TrainctlError as error:
         print(f"error: {error.message}", file=sys.stderr)
@@ -53,18 +53,18 @@ def main() -> int:
     return code
 
 
-def _launch(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
+def _run_attempt(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
     attempt, plan = _next_attempt(run, number)
     checkpoint, _ = newest_checkpoint(run)
     if checkpoint is not None and checkpoint.step >= plan.stop_step:
         print(f"nothing to do: {run.root} is at step {checkpoint.step}, where this launch ends")
-        _settle(run, State.finished, 0, "")
+        _write_final_status(run, State.finished, 0, "")
         return 0, plan
     try:
         launch = LaunchRequest(run=run, attempt=attempt, plan=plan, on_event=lambda _: None)
         outcome = launch_function(plan)(launch)
     except TrainctlError as error:
-        _settle(run, State.failed, int(error.exit_code), error.message)
+        _write_final_status(run, State.failed, int(error.exit_code), error.message)
         raise
     for line in outcome.log_tail:
         print(f"  {line}")
@@ -85,23 +85,23 @@ def _next_attempt(run: RunPaths, number: int | None) -> tuple[AttemptPaths, RunP
     return new_attempt(run, plan), plan
 
 
-def _held(run: RunPaths, descriptor: int | None) -> AbstractContextManager[int]:
+def _hold_lock(run: RunPaths, descriptor: int | None) -> AbstractContextManager[int]:
     if descriptor is not None:
         return inherit_lock(run, descriptor)
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    who = holder(run)
+    who = find_holder(run)
     if who is not None:
         print(
             f"waiting for process {who.pid} on {who.host}, which holds {run.root}, for "
             f"{_PATIENCE_SECONDS:.0f} s at most",
             flush=True,
         )
-    while holder(run) is not None and time.monotonic() < deadline:
+    while find_holder(run) is not None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    return hold(run)
+    return hold_lock(run)
 
 
-def _settle(run: RunPaths, state: State, code: int, message: str) -> None:
+def _write_final_status(run: RunPaths, state: State, code: int, message: str) -> None:
     """Write the final status where no attempt was supervised to its end."""
     status = read_status(run)
     if status is not None and not status.state.is_final:

@@ -21,7 +21,7 @@ from trainctl.launchers.interface import (
     AttemptRequest,
     LaunchRequest,
     Outcome,
-    Rendered,
+    RenderedLaunch,
 )
 from trainctl.launchers.processes import AgentProcess, Loggers, start_agent, start_with_pdeathsig
 from trainctl.launchers.stop import StopHandler
@@ -30,7 +30,7 @@ from trainctl.runs.checkpoints import clean_temporary, newest_checkpoint
 from trainctl.runs.directory import new_attempt, run_id
 from trainctl.runs.failures import Cause, describe_failure, disk_is_full
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import RunTag, terminate_processes
 from trainctl.runs.records import Event, EventFollower, EventWriter
 from trainctl.runs.status import State, Status, change_status, write_status
@@ -45,7 +45,7 @@ class PreparedAttempt:
     """An attempt whose files are written, and whose agents are to be started."""
 
     request: AttemptRequest
-    rendered: Rendered
+    rendered: RenderedLaunch
     tag: RunTag
     """Tag of its processes; a process on a single node adds the node's number."""
     lock: int
@@ -55,7 +55,7 @@ class PreparedAttempt:
 def run_attempts(
     launch: LaunchRequest,
     *,
-    render: Callable[[AttemptRequest], Rendered],
+    render: Callable[[AttemptRequest], RenderedLaunch],
     start: Callable[[PreparedAttempt], Agents],
     replan: Callable[[RunPlan, StopHandler], RunPlan] | None = None,
     restarts_itself: bool = True,
@@ -72,7 +72,7 @@ def run_attempts(
         TrainctlError: The run is in use (exit code 5).
     """
     run, plan = launch.run, launch.plan
-    with hold(run) as lock:
+    with hold_lock(run) as lock:
         identity = run_id(run)
         loggers = Loggers(run, plan.config, RunTag(identity, run.root), launch.on_event)
         launch = replace(launch, on_event=loggers.on_event)
@@ -210,7 +210,7 @@ def supervise(
         writer.write("launch", host=status.host, pid=status.pid, ranks=plan.mesh.world_size)
         agents = start(attempt)
         try:
-            _watch(attempt, agents, records, stop, status, writer)
+            _watch_agents(attempt, agents, records, stop, status, writer)
         except BaseException as error:  # raised by on_event
             agents.terminate()
             terminate_processes(attempt.tag, grace_seconds=grace_seconds)
@@ -224,7 +224,7 @@ def supervise(
             clean_temporary(run)  # from a save that the signal interrupted
         if code != 0 and not (records.failure or stop.end_signal or stop.interrupt_signal):
             _record_death(agents, records, writer, run)
-        outcome = _outcome(code, stop, records, stuck)
+        outcome = _attempt_outcome(code, stop, records, stuck)
         with suppress(OSError):  # on a full disk, the outcome's message must be enough
             write_status(
                 run,
@@ -233,7 +233,7 @@ def supervise(
         return outcome
 
 
-def _watch(
+def _watch_agents(
     attempt: PreparedAttempt,
     agents: Agents,
     records: _Records,
@@ -299,7 +299,7 @@ class _Records:
         for event in self._follower.poll():
             kind = event["event"]
             self.has_started |= kind in ("start", "step", "program")
-            if kind == "failure" and (self.failure is None or _is_behind(event, self.failure)):
+            if kind == "failure" and (self.failure is None or _is_root_cause(event, self.failure)):
                 self.failure = event
             elif kind == "end":
                 self.end = event
@@ -307,7 +307,7 @@ class _Records:
             self._on_event(event)
 
 
-def _is_behind(event: Event, first: Event) -> bool:
+def _is_root_cause(event: Event, first: Event) -> bool:
     """Return True if this failure is the root cause of the one recorded first, on another node.
 
     An agent that has lost this launcher cannot know that the launcher lives and the node is lost.
@@ -328,7 +328,7 @@ def _full_disk(run: RunPaths, reason: str) -> dict[str, Any]:
     }
 
 
-def _outcome(code: int, stop: StopHandler, records: _Records, stuck: set[int]) -> Outcome:
+def _attempt_outcome(code: int, stop: StopHandler, records: _Records, stuck: set[int]) -> Outcome:
     left = f"; processes {sorted(stuck)} do not end, not even by SIGKILL" if stuck else ""
     if code == 0:
         end = records.end

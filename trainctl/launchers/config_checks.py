@@ -34,7 +34,7 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 FEW_HOSTS = "TC163"
 
 
-def refusals(config: RunConfig, hardware: Hardware) -> list[Finding]:
+def launcher_refusals(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Return what keeps the configuration's launcher from starting it, on whichever machine."""
     spec = spec_of(config.launcher)
     found = list(_unreached_nodes(config, hardware))
@@ -69,14 +69,14 @@ def _unset_variables(config: RunConfig) -> Iterator[Finding]:
         if name not in os.environ:
             yield Finding(
                 rule=UNSET,
-                key=_key_of(config, name),
+                key=_referring_key(config, name),
                 message=f"${{oc.env:{name}}} cannot be resolved: {name} is not set here",
                 hint=f"export {name}",
                 exit_code=ExitCode.environment,
             )
 
 
-def _key_of(config: RunConfig, name: str) -> str:
+def _referring_key(config: RunConfig, name: str) -> str:
     """Return the first key that refers to a variable."""
     for variable, value in config.launcher.environment.items():
         if f"oc.env:{name}" in value.replace(" ", ""):
@@ -257,7 +257,7 @@ def check_mpi(config: RunConfig, hardware: Hardware) -> list[Finding]:
             message = f"there is no file {path}"
             missing = Finding(rule=FEW_HOSTS, key="launcher.mpi_hostfile", message=message)
             return [*findings, missing]
-        names = _named(path.read_text(encoding="utf-8", errors="replace"))
+        names = _hosts_with_users(path.read_text(encoding="utf-8", errors="replace"))
         findings += [
             Finding(
                 rule=UNSAFE_WORD,
@@ -282,10 +282,10 @@ def check_mpi(config: RunConfig, hardware: Hardware) -> list[Finding]:
 
 def hosts_in(text: str) -> list[str]:
     """Return the hosts of a hostfile: `HOST slots=N` of Open MPI, `HOST:N` of MPICH."""
-    return [name.rpartition("@")[2] for name in _named(text)]
+    return [name.rpartition("@")[2] for name in _hosts_with_users(text)]
 
 
-def _named(text: str) -> list[str]:
+def _hosts_with_users(text: str) -> list[str]:
     """Return the hosts of a hostfile, each with its `USER@` if the file has one."""
     lines = (line.partition("#")[0].split() for line in text.splitlines())
     names = [words[0] for words in lines if words]

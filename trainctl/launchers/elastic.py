@@ -76,7 +76,7 @@ class ElasticPlanner:
         if least is None:
             return None
         for nodes in range(min(len(there), self._whole.hardware.nodes - 1), least - 1, -1):
-            smaller = shrink(self._whole, there[:nodes])
+            smaller = shrink_plan(self._whole, there[:nodes])
             if smaller is None:
                 continue
             checked = self._look(smaller, there[:nodes])
@@ -98,7 +98,7 @@ def _why_not(checked: HostCheckResult, missing: Sequence[str], nodes: int) -> st
     return f"the nodes are not fit for another attempt: {'; '.join(reasons)}"
 
 
-def shrink(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
+def shrink_plan(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
     """Return the plan on fewer nodes; None if it is not legal there, or may not fit.
 
     The global batch stays, and with it the schedule and the order of samples: more gradient

@@ -27,7 +27,7 @@ CLOCK_SECONDS = 5.0
 _HOSTS = "launcher.hosts"
 _FILES = 5
 """Largest number of the user's files that a finding names."""
-_SILENCE = (
+_SSH_FAILURES = (
     (
         "TC181",
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed"
@@ -111,7 +111,7 @@ def check_hosts(
     reports = probe_hosts(hosts, plan, folder, list(own))
     installed = package_versions()
     here = {package: installed.get(package, "") for package in PACKAGES}
-    findings = problems(plan, reports, here, code_digest(), own, checkpoint_bytes)
+    findings = host_problems(plan, reports, here, code_digest(), own, checkpoint_bytes)
     is_wrong = any(finding.is_error for finding in findings)
     return HostCheckResult(
         group=None if is_wrong else _group(reports),
@@ -144,7 +144,7 @@ def _group(reports: Sequence[HostReport]) -> HostGroup:
     )
 
 
-def problems(
+def host_problems(
     plan: RunPlan,
     reports: Sequence[HostReport],
     here: Mapping[str, str],
@@ -161,19 +161,19 @@ def problems(
     """
     answered = [report for report in reports if report.facts is not None]
     return [
-        *(_no_answer(report, plan) for report in reports if report.facts is None),
-        *(finding for report in answered for finding in _versions(report, here, code)),
-        *(finding for report in answered for finding in _own_code(report, own)),
-        *(finding for report in answered for finding in _machine(report, plan)),
-        *(finding for report in answered for finding in _builds(report)),
-        *(finding for report in answered for finding in _network(report, plan)),
-        *(finding for report in answered for finding in _storage(report, checkpoint_bytes)),
-        *(finding for report in answered for finding in _clock(report)),
-        *(finding for report in answered for finding in _reach(report)),
+        *(_no_answer_finding(report, plan) for report in reports if report.facts is None),
+        *(finding for report in answered for finding in _check_versions(report, here, code)),
+        *(finding for report in answered for finding in _check_user_code(report, own)),
+        *(finding for report in answered for finding in _check_machine(report, plan)),
+        *(finding for report in answered for finding in _check_builds(report)),
+        *(finding for report in answered for finding in _check_network(report, plan)),
+        *(finding for report in answered for finding in _check_storage(report, checkpoint_bytes)),
+        *(finding for report in answered for finding in _check_clock(report)),
+        *(finding for report in answered for finding in _check_reach(report)),
     ]
 
 
-def _no_answer(report: HostReport, plan: RunPlan) -> Finding:
+def _no_answer_finding(report: HostReport, plan: RunPlan) -> Finding:
     host, lines = report.host.name, report.stderr.splitlines()
     last_line = lines[-1].strip() if lines else ""
     if report.return_code is None:
@@ -184,7 +184,7 @@ def _no_answer(report: HostReport, plan: RunPlan) -> Finding:
             f"{host} did not answer within {seconds:.0f} s",
             "look at the machine, or give it more time with launcher.preflight_seconds",
         )
-    for rule, pattern, what, hint in _SILENCE:
+    for rule, pattern, what, hint in _SSH_FAILURES:
         if re.search(pattern, report.stderr) and "Could not resolve" not in report.stderr:
             return error_finding(
                 rule, _HOSTS, f"{host}: {what} ({last_line})", hint.format(host=host)
@@ -197,7 +197,7 @@ def _no_answer(report: HostReport, plan: RunPlan) -> Finding:
     )
 
 
-def _versions(report: HostReport, here: Mapping[str, str], code: str) -> Iterator[Finding]:
+def _check_versions(report: HostReport, here: Mapping[str, str], code: str) -> Iterator[Finding]:
     assert report.facts is not None
     host, there = report.host.name, report.facts["packages"]
     for package, version in here.items():
@@ -219,7 +219,7 @@ def _versions(report: HostReport, here: Mapping[str, str], code: str) -> Iterato
         )
 
 
-def _own_code(report: HostReport, own: Mapping[str, str]) -> Iterator[Finding]:
+def _check_user_code(report: HostReport, own: Mapping[str, str]) -> Iterator[Finding]:
     assert report.facts is not None
     host, there = report.host.name, report.facts["files"]
     lacking = [file for file in own if not there[file]]
@@ -235,7 +235,7 @@ def _own_code(report: HostReport, own: Mapping[str, str]) -> Iterator[Finding]:
             )
 
 
-def _machine(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
+def _check_machine(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
     """Yield what the host lacks of the plan's devices, cores and memory."""
     assert report.facts is not None
     host, there = report.host, report.facts["machine"]
@@ -254,7 +254,7 @@ def _machine(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
         yield replace(found, rule="TC186")
 
 
-def _builds(report: HostReport) -> Iterator[Finding]:
+def _check_builds(report: HostReport) -> Iterator[Finding]:
     """Yield what keeps DeepSpeed from compiling the plan's operators on the host."""
     assert report.facts is not None
     for found in report.facts["builds"]:
@@ -262,7 +262,7 @@ def _builds(report: HostReport) -> Iterator[Finding]:
         yield error_finding(found["rule"], found["key"], message, found["hint"])
 
 
-def _network(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
+def _check_network(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
     assert report.facts is not None
     host, facts = report.host.name, report.facts
     launcher = section_of(plan.config, SshConfig)
@@ -290,7 +290,7 @@ def _network(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
         )
 
 
-def _storage(report: HostReport, checkpoint_bytes: int | None) -> Iterator[Finding]:
+def _check_storage(report: HostReport, checkpoint_bytes: int | None) -> Iterator[Finding]:
     assert report.facts is not None
     host, storage = report.host.name, report.facts["storage"]
     what = ""
@@ -307,7 +307,7 @@ def _storage(report: HostReport, checkpoint_bytes: int | None) -> Iterator[Findi
         yield replace(found, rule="TC188")
 
 
-def _clock(report: HostReport) -> Iterator[Finding]:
+def _check_clock(report: HostReport) -> Iterator[Finding]:
     if abs(report.clock_seconds) > CLOCK_SECONDS:
         ahead = "ahead of" if report.clock_seconds > 0 else "behind"
         yield error_finding(
@@ -319,7 +319,7 @@ def _clock(report: HostReport) -> Iterator[Finding]:
         )
 
 
-def _reach(report: HostReport) -> Iterator[Finding]:
+def _check_reach(report: HostReport) -> Iterator[Finding]:
     if report.unreached:
         assert report.facts is not None
         yield error_finding(

@@ -19,11 +19,11 @@ from trainctl.config.codec import to_plain
 from trainctl.config.hosts import Host
 from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.secrets import resolve_variables
-from trainctl.launchers.processes import allow_many_files, ssh
+from trainctl.launchers.processes import allow_many_files, ssh_command
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plans.types import RunPlan
-from trainctl.runs.provenance import select
+from trainctl.runs.provenance import select_variables
 
 _MARK = ".trainctl-seen-"
 _END_SECONDS = 2.0
@@ -106,7 +106,9 @@ def _fact_questions(
     files: Sequence[str],
 ) -> dict[int, dict[str, Any]]:
     launcher = section_of(plan.config, SshConfig)
-    environment = trusted_folder_variable() | select(os.environ, launcher.forward_environment)
+    environment = trusted_folder_variable() | select_variables(
+        os.environ, launcher.forward_environment
+    )
     environment |= resolve_variables(launcher.environment, os.environ)
     return {
         node: {
@@ -142,7 +144,7 @@ class _Probes:
             self._errors.append(errors)
             self._processes.append(
                 subprocess.Popen(
-                    ssh(host, launcher, "trainctl.launchers.probe"),
+                    ssh_command(host, launcher, "trainctl.launchers.probe"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -179,9 +181,12 @@ class _Probes:
                     assert stream is not None
                     data = stream.read(65536)
                     *whole, lines[node] = (lines[node] + (data or b"")).split(b"\n")
-                    answer = next(filter(None, map(_answer, whole)), None)
+                    answer = next(filter(None, map(_parse_answer, whole)), None)
                     if answer is not None:
-                        answers[node] = {**answer, "skew": _skew(answer, asked, time.time())}
+                        answers[node] = {
+                            **answer,
+                            "skew": _clock_offset(answer, asked, time.time()),
+                        }
                     if answer is not None or not data:
                         waiting.unregister(key.fileobj)
         return answers
@@ -218,7 +223,7 @@ class _Probes:
             errors.close()
 
 
-def _answer(line: bytes) -> dict[str, Any] | None:
+def _parse_answer(line: bytes) -> dict[str, Any] | None:
     """Parse a line; None if the probe did not write it: a login script may print a greeting."""
     try:
         answer = json.loads(line)
@@ -227,7 +232,7 @@ def _answer(line: bytes) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) else None
 
 
-def _skew(line: dict[str, Any], asked: float, answered: float) -> float:
+def _clock_offset(line: dict[str, Any], asked: float, answered: float) -> float:
     """Return the least clock offset in seconds, if the clock was read between the two times."""
     there = float(line.get("time", asked))
     return max(0.0, there - answered) + min(0.0, there - asked)

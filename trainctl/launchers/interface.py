@@ -86,19 +86,19 @@ class LaunchRequest:
             run=self.run,
             attempt=attempt,
             environment=os.environ,
-            cores=cores(),
+            cores=available_cores(),
             rank_command=self.rank_command,
             folder=user_code_folder(plan.config, self.run) if self.uses_launch_folder else None,
         )
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Return the number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rendered:
+class RenderedLaunch:
     """Commands to start for an attempt, and files to write for it."""
 
     command: AttemptCommand
@@ -232,7 +232,7 @@ def launch_function(plan: RunPlan) -> Callable[[LaunchRequest], Outcome]:
 
     See `trainctl.launchers.local.run_launch`.
     """
-    function: Callable[[LaunchRequest], Outcome] = _entry(plan, "build")
+    function: Callable[[LaunchRequest], Outcome] = _launcher_function(plan, "build")
     return function
 
 
@@ -240,13 +240,13 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     """Return what is wrong with the machines, before a run is made in or below the folder."""
     if not spec_of(plan.config.launcher).check:
         return []
-    found: list[Finding] = _entry(plan, "check")(plan, folder, checkpoint_bytes)
+    found: list[Finding] = _launcher_function(plan, "check")(plan, folder, checkpoint_bytes)
     return found
 
 
-def render(start: AttemptRequest) -> Rendered:
+def render(start: AttemptRequest) -> RenderedLaunch:
     """Render what would be started for an attempt. Pure."""
-    rendered: Rendered = _entry(start.plan, "render")(start)
+    rendered: RenderedLaunch = _launcher_function(start.plan, "render")(start)
     return rendered
 
 
@@ -254,7 +254,7 @@ def after_job(run: RunPaths, plan: RunPlan, exit_code: int) -> None:
     """Run the launcher's step after a launch inside a job of its scheduler, if it has one."""
     spec = spec_of(plan.config.launcher)
     if spec.after_job and spec.is_in_job(os.environ):
-        _entry(plan, "after_job")(run, plan, exit_code)
+        _launcher_function(plan, "after_job")(run, plan, exit_code)
 
 
 def has_scheduler(config: RunConfig) -> bool:
@@ -262,7 +262,7 @@ def has_scheduler(config: RunConfig) -> bool:
     return spec_of(config.launcher).hands_over(os.environ)
 
 
-def _entry(plan: RunPlan, name: str) -> Any:
+def _launcher_function(plan: RunPlan, name: str) -> Any:
     return function_of("launcher", plan.config.launcher.kind, name)
 
 

@@ -28,7 +28,7 @@ from trainctl.launchers.interface import (
     AttemptRequest,
     LaunchRequest,
     Outcome,
-    Rendered,
+    RenderedLaunch,
     run_tool,
     submit,
 )
@@ -38,7 +38,7 @@ from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
 from trainctl.runs.status import SchedulerJob, State
 
@@ -59,7 +59,7 @@ _RESOURCES = {Accelerator.cuda: "nvidia.com/gpu", Accelerator.rocm: "amd.com/gpu
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
     """Return what the manifest lacks (an image, a volume for the run), and invalid names."""
-    launcher = _section(plan)
+    launcher = _launcher_section(plan)
     findings = check_kubernetes(plan.config, plan.hardware)
     path = PurePosixPath(folder.absolute())
     if not any(path.is_relative_to(mount) for mount in launcher.kubernetes_claims.values()):
@@ -74,17 +74,17 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return findings
 
 
-def render(request: AttemptRequest) -> Rendered:
+def render(request: AttemptRequest) -> RenderedLaunch:
     """Return the manifest and the command that applies it. Pure."""
     plan, run, attempt = request.plan, request.run, request.attempt
     # Only the pods know the values of variables that the configuration refers to.
     unknown = dict.fromkeys(referenced_variables(plan.config), REDACTED)
     request = replace(request, environment={**request.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
-    manifest = kinds[_section(plan).kubernetes_api](plan, run, attempt, job_name(run))
-    kubectl = _kubectl(_section(plan).kubernetes_namespace)
+    manifest = kinds[_launcher_section(plan).kubernetes_api](plan, run, attempt, job_name(run))
+    kubectl = _kubectl_command(_launcher_section(plan).kubernetes_namespace)
     text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-    return Rendered(
+    return RenderedLaunch(
         command=pod_command(request),
         commands=((*kubectl, "create", "--filename", str(attempt.root / MANIFEST)),),
         files={MANIFEST: text},
@@ -93,7 +93,7 @@ def render(request: AttemptRequest) -> Rendered:
 
 def pod_command(request: AttemptRequest) -> AttemptCommand:
     """Return the command of an attempt's pods, which the agents read from the run directory."""
-    launcher, nodes = _section(request.plan), request.plan.hardware.nodes
+    launcher, nodes = _launcher_section(request.plan), request.plan.hardware.nodes
     name = job_name(request.run)
     variables = rank_variables(request)
     if request.plan.config.trains_itself and launcher.stop_grace_seconds > 0:
@@ -120,16 +120,16 @@ def pod_host(name: str, node: int) -> str:
     return f"{name}-node-0-{node}.{name}"
 
 
-def _section(plan: RunPlan) -> KubernetesConfig:
+def _launcher_section(plan: RunPlan) -> KubernetesConfig:
     return section_of(plan.config, KubernetesConfig)
 
 
-def _kubectl(namespace: str | None) -> tuple[str, ...]:
+def _kubectl_command(namespace: str | None) -> tuple[str, ...]:
     return ("kubectl", *(("--namespace", namespace) if namespace is not None else ()))
 
 
-def _metadata(plan: RunPlan, name: str) -> dict[str, Any]:
-    launcher = _section(plan)
+def _job_metadata(plan: RunPlan, name: str) -> dict[str, Any]:
+    launcher = _launcher_section(plan)
     metadata: dict[str, Any] = {"name": name, "labels": {"app.kubernetes.io/part-of": "trainctl"}}
     if launcher.kubernetes_namespace is not None:
         metadata["namespace"] = launcher.kubernetes_namespace
@@ -139,14 +139,14 @@ def _metadata(plan: RunPlan, name: str) -> dict[str, Any]:
 
 
 def _pod_argv(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> list[str]:
-    python = _section(plan).kubernetes_python
+    python = _launcher_section(plan).kubernetes_python
     number = str(attempt.number)
     # Kubernetes replaces $(NAME) by the variable's value, and $$ by a dollar.
     folder = str(run.root).replace("$(", "$$(")
     return [python, "-P", "-m", "trainctl.launchers.pod", folder, "--attempt", number]
 
 
-def _variables(plan: RunPlan) -> list[dict[str, Any]]:
+def _pod_variables(plan: RunPlan) -> list[dict[str, Any]]:
     """Return the environment of each pod.
 
     Variables that the configuration refers to come from a Secret; their values are not in the
@@ -161,21 +161,21 @@ def _variables(plan: RunPlan) -> list[dict[str, Any]]:
         *(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
             for name in referenced_variables(plan.config)
-            if (secret := _section(plan).kubernetes_secret) is not None
+            if (secret := _launcher_section(plan).kubernetes_secret) is not None
         ),
     ]
 
 
-def _resources(plan: RunPlan) -> dict[str, Any]:
+def _pod_resources(plan: RunPlan) -> dict[str, Any]:
     resource = _RESOURCES.get(plan.hardware.accelerator)
     if resource is None:
         return {}
     return {"limits": {resource: plan.hardware.devices_per_node}}
 
 
-def _volumes(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _volumes_and_mounts(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the volumes of a pod, and the mounts of its container."""
-    launcher = _section(plan)
+    launcher = _launcher_section(plan)
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
     for number, (claim, path) in enumerate(launcher.kubernetes_claims.items()):
@@ -191,7 +191,7 @@ def _volumes(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 def _pod_fields(plan: RunPlan) -> dict[str, Any]:
     """Return the fields of a pod's specification that both kinds of manifest share."""
-    launcher = _section(plan)
+    launcher = _launcher_section(plan)
     seconds = launcher.stop_grace_seconds + launcher.grace_seconds + _GRACE_MARGIN_SECONDS
     fields: dict[str, Any] = {"terminationGracePeriodSeconds": round(seconds)}
     if launcher.kubernetes_service_account is not None:
@@ -202,15 +202,15 @@ def _pod_fields(plan: RunPlan) -> dict[str, Any]:
 
 
 def _job_set(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -> dict[str, Any]:
-    launcher, nodes = _section(plan), plan.hardware.nodes
-    volumes, mounts = _volumes(plan)
+    launcher, nodes = _launcher_section(plan), plan.hardware.nodes
+    volumes, mounts = _volumes_and_mounts(plan)
     container = {
         "name": "node",
         "image": launcher.kubernetes_image,
         "command": _pod_argv(plan, run, attempt),
-        "env": _variables(plan),
+        "env": _pod_variables(plan),
         "ports": [{"containerPort": launcher.port or _PORT}],
-        "resources": _resources(plan),
+        "resources": _pod_resources(plan),
         "volumeMounts": mounts,
     }
     pod = {
@@ -229,7 +229,7 @@ def _job_set(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -> 
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(plan, name),
+        "metadata": _job_metadata(plan, name),
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {"maxRestarts": launcher.max_restarts},
@@ -239,7 +239,7 @@ def _job_set(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -> 
 
 
 def _train_job(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -> dict[str, Any]:
-    volumes, mounts = _volumes(plan)
+    volumes, mounts = _volumes_and_mounts(plan)
     pod = {
         **_pod_fields(plan),
         "containers": [{"name": "node", "volumeMounts": mounts}],
@@ -250,15 +250,15 @@ def _train_job(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": _metadata(plan, name),
+        "metadata": _job_metadata(plan, name),
         "spec": {
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": {
-                "image": _section(plan).kubernetes_image,
+                "image": _launcher_section(plan).kubernetes_image,
                 "command": _pod_argv(plan, run, attempt),
                 "numNodes": plan.hardware.nodes,
-                "env": _variables(plan),
-                "resourcesPerNode": _resources(plan),
+                "env": _pod_variables(plan),
+                "resourcesPerNode": _pod_resources(plan),
             },
             "runtimePatches": [
                 {"manager": "trainctl", "trainingRuntimeSpec": {"template": template}}
@@ -275,9 +275,12 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     """
     run, attempt, plan = launch.run, launch.attempt, launch.plan
     rendered = render(launch.attempt_request(attempt, plan))
-    space, kind = _section(plan).kubernetes_namespace, _section(plan).kubernetes_api.value
+    space, kind = (
+        _launcher_section(plan).kubernetes_namespace,
+        _launcher_section(plan).kubernetes_api.value,
+    )
     name = job_name(run)
-    with hold(run):
+    with hold_lock(run):
         rendered.write(attempt)
         submit(
             rendered.commands[0],
@@ -295,4 +298,4 @@ def cancel(job: SchedulerJob) -> None:
         TrainctlError: kubectl is missing or fails (exit code 4).
     """
     namespace, kind, name = job.id.split("/")
-    run_tool((*_kubectl(namespace or None), "delete", "--ignore-not-found", kind, name))
+    run_tool((*_kubectl_command(namespace or None), "delete", "--ignore-not-found", kind, name))

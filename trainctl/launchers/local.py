@@ -13,23 +13,23 @@ from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.health import preflight
 from trainctl.hardware.storage import lacking_space
 from trainctl.launchers.attempts import run_attempts, start_one_agent
-from trainctl.launchers.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
+from trainctl.launchers.interface import AttemptRequest, LaunchRequest, Outcome, RenderedLaunch
 from trainctl.launchers.rank_command import attempt_command, rank_variables
 from trainctl.plans.types import RunPlan
 from trainctl.runs.directory import run_id
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import RunTag, terminate_processes
 
 _LEFTOVER_GRACE_SECONDS = 1.0
 
 
-def render(request: AttemptRequest) -> Rendered:
+def render(request: AttemptRequest) -> RenderedLaunch:
     """Render what `run_launch` starts for an attempt. Pure: reads and starts nothing."""
     on_cpu = request.plan.hardware.accelerator is Accelerator.cpu
     variables = rank_variables(request, {"GLOO_SOCKET_IFNAME": "lo"} if on_cpu else None)
     port = request.plan.config.launcher.port
     command = attempt_command(request, [socket.gethostname()], [variables], port=port)
-    return Rendered(command=command, commands=(command.nodes[0].argv,))
+    return RenderedLaunch(command=command, commands=(command.nodes[0].argv,))
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
@@ -63,7 +63,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     run = launch.run
     if launch.checkpoint_bytes is not None:
         require_space(run.root, launch.checkpoint_bytes)
-    with hold(run):
+    with hold_lock(run):
         # Finds processes only if an earlier attempt's launcher and agent were killed at once.
         terminate_processes(RunTag(run_id(run), run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
         return run_attempts(launch, render=render, start=start_one_agent)

@@ -27,7 +27,7 @@ from trainctl.hardware.resolve import (
     installed_torch,
     merge_calibration,
 )
-from trainctl.launchers.planning import compose, plan
+from trainctl.launchers.planning import compose_config, plan_config
 from trainctl.runs.files import write_json
 from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import Event
@@ -97,16 +97,20 @@ def measure(
         MeasuringStopped: SIGTERM or SIGHUP came; the steps have ended.
     """
     # Find all errors before anything starts; earlier measurements do not count.
-    planned = plan(compose(_short(overrides), config_dir), with_files=True, calibrated=False)
+    planned = plan_config(
+        compose_config(_short_run_overrides(overrides), config_dir),
+        with_files=True,
+        calibrated=False,
+    )
     if planned.unforceable_errors or (planned.errors and not force):
         raise TrainctlError.from_findings(planned.findings)
     made = planned.assessment.plan
     assert made is not None
     say(f"training {STEPS} steps on {made.hardware.name}, in a folder that is removed afterwards")
-    record = _train(overrides, config_dir, force=force)
+    record = _train_short_run(overrides, config_dir, force=force)
     on_device = record["measured"]["allocated_peak_bytes"] is not None
-    rows = _rows(record, on_device=on_device)
-    found = _calibration(record, rows, device_name(made.hardware), made.mesh.world_size)
+    rows = _comparison_rows(record, on_device=on_device)
+    found = _derive_calibration(record, rows, device_name(made.hardware), made.mesh.world_size)
     path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, merge_calibration(found))
@@ -118,7 +122,7 @@ def measure(
     )
 
 
-def _short(overrides: Sequence[str]) -> list[str]:
+def _short_run_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of the short run, without keys of launchers other than `local`."""
     foreign = {
         key
@@ -130,12 +134,12 @@ def _short(overrides: Sequence[str]) -> list[str]:
     return [*(word for word, path in pairs if ".".join(path[:2]) not in foreign), *SHORT]
 
 
-def _train(overrides: Sequence[str], config_dir: Path | None, *, force: bool) -> Event:
+def _train_short_run(overrides: Sequence[str], config_dir: Path | None, *, force: bool) -> Event:
     """Train the short run and return its last `memory` record; the run's folder is removed."""
     ends_with_us = partial(die_with_parent, os.getpid(), death_signal=signal.SIGTERM)
     with tempfile.TemporaryDirectory(prefix="trainctl-measure-") as folder:
         run = Path(folder) / "run"
-        words = [*_short(overrides), "--run-dir", str(run), "--json"]
+        words = [*_short_run_overrides(overrides), "--run-dir", str(run), "--json"]
         words += ["--config-dir", str(config_dir)] if config_dir is not None else []
         words += ["--force"] if force else []
         command = [sys.executable, "-P", "-m", "trainctl", "launch", *words]
@@ -193,7 +197,7 @@ def _exit_code(status: int) -> ExitCode:
         return ExitCode.training_failed
 
 
-def _rows(record: Mapping[str, Any], *, on_device: bool) -> list[dict[str, Any]]:
+def _comparison_rows(record: Mapping[str, Any], *, on_device: bool) -> list[dict[str, Any]]:
     """Return each part of a step with its phases in the budget, and bytes predicted and measured.
 
     On a device these are bytes in tensors; on a CPU all resident memory, since nothing tells
@@ -214,7 +218,7 @@ def _rows(record: Mapping[str, Any], *, on_device: bool) -> list[dict[str, Any]]
     ]
 
 
-def _calibration(
+def _derive_calibration(
     record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: str, world_size: int
 ) -> Calibration:
     """Derive the memory that no formula predicts from the measured peaks."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from trainctl.errors import ExitCode, Finding
 from trainctl.launchers.attempts import run_attempts, start_program
 from trainctl.launchers.config_checks import check_mpi, hosts_in
-from trainctl.launchers.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
+from trainctl.launchers.interface import AttemptRequest, LaunchRequest, Outcome, RenderedLaunch
 from trainctl.launchers.local import require_space
 from trainctl.launchers.rank_command import attempt_command, rank_variables
 from trainctl.options.launcher import section_of
@@ -40,7 +40,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return [*findings, *check_mpi(plan.config, plan.hardware)]
 
 
-def render(request: AttemptRequest, *, hosts: Sequence[str] = ()) -> Rendered:
+def render(request: AttemptRequest, *, hosts: Sequence[str] = ()) -> RenderedLaunch:
     """Render the commands that `run_launch` starts. Pure.
 
     Args:
@@ -59,10 +59,10 @@ def render(request: AttemptRequest, *, hosts: Sequence[str] = ()) -> Rendered:
         address=(names[0] or socket.gethostname()) if nodes > 1 else None,
     )
     agent = command.nodes[0].argv
-    return Rendered(command=command, commands=((*_mpirun(plan, variables), *agent),))
+    return RenderedLaunch(command=command, commands=((*_mpirun_command(plan, variables), *agent),))
 
 
-def _mpirun(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
+def _mpirun_command(plan: RunPlan, variables: Mapping[str, str]) -> list[str]:
     """Return mpirun's part of the command line, before the agent's command.
 
     It has only the names of variables, not their values.

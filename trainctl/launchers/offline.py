@@ -29,7 +29,7 @@ from trainctl.runs.processes import PARENT_VARIABLE
 from trainctl.runs.records import EventWriter
 
 
-def _ignore(*_: object) -> None:
+def _ignore_progress(*_: object) -> None:
     pass
 
 
@@ -46,8 +46,8 @@ class WeightsChoice:
     """`raw`: the trained weights; `ema`: their moving average."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: an accelerator with room for the model, else the CPU."""
-    progress: Progress = field(default=_ignore, repr=False)
-    warn: Warn = field(default=_ignore, repr=False)
+    progress: Progress = field(default=_ignore_progress, repr=False)
+    warn: Warn = field(default=_ignore_progress, repr=False)
     """Called for each damaged checkpoint that is passed over."""
 
     def checkpoint(self) -> Path:
@@ -84,7 +84,7 @@ def evaluate(choice: WeightsChoice, *, samples: int | None = None) -> dict[str, 
     `samples` is the number of held-out samples; None takes the run's own.
     """
     options = [] if samples is None else ["--samples", str(samples)]
-    return _work("evaluate", choice, options)
+    return _run_task("evaluate", choice, options)
 
 
 def evaluate_tasks(choice: WeightsChoice, tasks: TaskSettings) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def evaluate_tasks(choice: WeightsChoice, tasks: TaskSettings) -> dict[str, Any]
         if value is not None:
             options.append(f"--{option}={value}")
     options += ["--chat"] if tasks.chat else []
-    found = _work("tasks", choice, options, chat=tasks.chat)
+    found = _run_task("tasks", choice, options, chat=tasks.chat)
     record = {name: value for name, value in found.items() if name != "run"}
     try:
         with EventWriter(choice.run.events, effective_attempt(choice.run).number) as writer:
@@ -160,7 +160,7 @@ def sample(
         options.append("--chat" if chat else "--no-chat")
     if system is not None:
         options.append(f"--system={system}")
-    return _work("sample", choice, options, prompt=prompt, temperature=temperature)
+    return _run_task("sample", choice, options, prompt=prompt, temperature=temperature)
 
 
 def export(
@@ -192,7 +192,7 @@ def export(
     options = [] if dtype is None else ["--dtype", dtype]
     options += ["--adapter"] if adapter else []
     options += ["--shard-bytes", str(shard_bytes)] if shard_bytes else []
-    return _work("export", choice, options, positional=[out], has_device=False)
+    return _run_task("export", choice, options, positional=[out], has_device=False)
 
 
 def add_tokens(
@@ -224,7 +224,7 @@ def require_new(out: Path) -> None:
         )
 
 
-def _work(
+def _run_task(
     task: str,
     choice: WeightsChoice,
     options: Sequence[str],
@@ -271,7 +271,7 @@ def run_offline(task: str, arguments: Sequence[str | Path], progress: Progress) 
                 if "progress" in answer:
                     progress(*answer["progress"])
                 elif "error" in answer:
-                    raise _error(answer["error"])
+                    raise _error_from_json(answer["error"])
                 else:
                     result = answer["result"]
             code = process.wait()
@@ -280,16 +280,16 @@ def run_offline(task: str, arguments: Sequence[str | Path], progress: Progress) 
             raise
         if result is None:
             talk.seek(0)
-            raise _failure(task, code, talk.read().decode(errors="replace"))
+            raise _process_failure(task, code, talk.read().decode(errors="replace"))
     return result
 
 
-def _error(problem: dict[str, Any]) -> TrainctlError:
+def _error_from_json(problem: dict[str, Any]) -> TrainctlError:
     code = ExitCode(problem["exit_code"])
     return TrainctlError(problem["message"], hint=problem["hint"], exit_code=code)
 
 
-def _failure(task: str, code: int, talk: str) -> Exception:
+def _process_failure(task: str, code: int, talk: str) -> Exception:
     """Return the error of a process that ended without a result: it was killed, or has a bug."""
     if code < 0:
         name = signal.Signals(-code).name

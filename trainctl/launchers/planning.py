@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainctl.config.codec import to_plain
-from trainctl.config.compose import NO_EFFECT, SAVED, Composed, compose_leniently, recompose
+from trainctl.config.compose import NO_EFFECT, SAVED, ComposedConfig, compose_leniently, recompose
 from trainctl.config.layers import Layer
 from trainctl.config.overrides import expand_sweep
 from trainctl.config.user_code import check_user_code
 from trainctl.data.source_lengths import count_epoch, preview_data_plan
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
-from trainctl.launchers.config_checks import refusals
+from trainctl.launchers.config_checks import launcher_refusals
 from trainctl.memory.budget import MemoryBudget
 from trainctl.memory.traced import TracedModel, trace_model
 from trainctl.models.anatomy import shape_from_anatomy
@@ -56,10 +56,10 @@ FACTORY = "model.factory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlannedConfig:
     """A composed configuration with its plan, budget and findings."""
 
-    composed: Composed
+    composed: ComposedConfig
     """Configuration with the sources of each key."""
     hardware: Hardware
     """Machines, declared or detected."""
@@ -104,7 +104,7 @@ class Planned:
         return [error for error in self.errors if error.exit_code is not ExitCode.does_not_fit]
 
 
-def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Composed:
+def compose_config(overrides: Sequence[str] | None, config_dir: Path | None) -> ComposedConfig:
     """Compose the configuration that the user requested.
 
     Raises:
@@ -119,23 +119,23 @@ def compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compose
     return composed
 
 
-def _further_problems(composed: Composed) -> Sequence[Finding]:
+def _further_problems(composed: ComposedConfig) -> Sequence[Finding]:
     """Find further problems of a wrong configuration; by rules alone if its model is unreadable."""
     config = composed.config
     if config.model.is_unread:
         return resolve(config, resolve_hardware(config.hardware)).findings
-    return plan(composed).findings
+    return plan_config(composed).findings
 
 
-def plan(
-    composed: Composed,
+def plan_config(
+    composed: ComposedConfig,
     *,
     with_files: bool = False,
     tokenize: bool = False,
     folder: Path | None = None,
     exact: bool = False,
     calibrated: bool = True,
-) -> Planned:
+) -> PlannedConfig:
     """Resolve, check and budget a composed configuration.
 
     Args:
@@ -169,11 +169,11 @@ def plan(
         found += check_model_files(composed.config)
         found += check_tokenizer_files(composed.config)
         found += check_corpus_is_meant(composed.config)
-        found += refusals(composed.config, hardware)
+        found += launcher_refusals(composed.config, hardware)
         if assessment.plan is not None and not any(finding.is_error for finding in found):
             data, problems = preview_data_plan(assessment.plan)
             found += problems
-    return Planned(
+    return PlannedConfig(
         composed=composed,
         hardware=hardware,
         assessment=assessment,
@@ -184,8 +184,8 @@ def plan(
 
 
 def read_factory(
-    composed: Composed, folder: Path | None = None
-) -> tuple[Composed, tuple[Finding, ...]]:
+    composed: ComposedConfig, folder: Path | None = None
+) -> tuple[ComposedConfig, tuple[Finding, ...]]:
     """Read the model that `model.factory` makes, so that plan and budget count its parameters.
 
     A saved configuration keeps what was read, unless an override changes the model. The function is
@@ -231,7 +231,7 @@ def _factory_conflict(key: str, own: Any, made: Any, factory: str, source: str) 
     )
 
 
-def name_sources(composed: Composed, findings: Sequence[Finding]) -> list[Finding]:
+def name_sources(composed: ComposedConfig, findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings, each naming what set its key."""
     return [
         finding
@@ -247,7 +247,7 @@ def compose_target(
     config_dir: Path | None,
     *,
     attempt: int | None = None,
-) -> Composed:
+) -> ComposedConfig:
     """Compose a recipe or the configuration of a run, with overrides on top.
 
     Args:
@@ -269,15 +269,15 @@ def compose_target(
     if attempt is not None:
         raise TrainctlError("--attempt N is of a run", hint="name its directory: runs/NAME")
     if target is None:
-        return compose(overrides, config_dir)
+        return compose_config(overrides, config_dir)
     if "/" in target:
         open_run(Path(target))  # raises an error that says what the directory is instead
-    return compose([f"recipe={target}", *overrides], config_dir)
+    return compose_config([f"recipe={target}", *overrides], config_dir)
 
 
 def _compose_run(
     run: RunPaths, attempt: int | None, overrides: Sequence[str], config_dir: Path | None
-) -> Composed:
+) -> ComposedConfig:
     """Compose the configuration of a run, with warnings of configuration that it ignores."""
     standing = effective_attempt(run)
     number = standing.number if attempt is None else attempt
@@ -297,7 +297,7 @@ class PlannedPoint:
 
     values: Mapping[str, str]
     """Values of the swept keys."""
-    planned: Planned | None = None
+    planned: PlannedConfig | None = None
     """Plan and budget; None if the configuration cannot be composed."""
     errors: tuple[str, ...] = ()
     """Messages of the errors that make the configuration illegal."""
@@ -337,7 +337,9 @@ def plan_points(
     for point in points:
         try:
             composed = compose_target(target, point.overrides, config_dir)
-            planned = plan(_with_placeholder_steps(composed), exact=exact, calibrated=calibrated)
+            planned = plan_config(
+                _with_placeholder_steps(composed), exact=exact, calibrated=calibrated
+            )
         except TrainctlError as wrong:
             error = _without_length_error(wrong)
             if len(points) == 1:
@@ -350,7 +352,7 @@ def plan_points(
     return found
 
 
-def _with_placeholder_steps(composed: Composed) -> Composed:
+def _with_placeholder_steps(composed: ComposedConfig) -> ComposedConfig:
     """Return the configuration with a number of steps if no step or token sets its length."""
     config, training = composed.config, composed.config.training
     if training.steps is not None or training.tokens is not None:
@@ -365,7 +367,7 @@ def _without_length_error(error: TrainctlError) -> TrainctlError:
     return TrainctlError.from_findings(found) if found else error
 
 
-def machine_findings(planned: Planned, made: RunPlan, folder: Path) -> list[Finding]:
+def machine_findings(planned: PlannedConfig, made: RunPlan, folder: Path) -> list[Finding]:
     """Return the launcher's findings on the machines, before a run is made in or below the folder.
 
     With `launcher=ssh` this connects to the hosts.
@@ -376,14 +378,14 @@ def machine_findings(planned: Planned, made: RunPlan, folder: Path) -> list[Find
     return name_sources(planned.composed, [*missing_tool(made.config), *found])
 
 
-def checkpoint_bytes(planned: Planned) -> int | None:
+def checkpoint_bytes(planned: PlannedConfig) -> int | None:
     """Return the size of a checkpoint of trainctl's own trainer; None if unknown or not its own."""
     budget = planned.assessment.budget
     is_ours = planned.composed.config.trains_itself
     return budget.checkpoint_bytes if budget is not None and is_ours else None
 
 
-def can_launch(planned: Planned, folder: Path) -> tuple[bool | None, str]:
+def can_launch(planned: PlannedConfig, folder: Path) -> tuple[bool | None, str]:
     """Decide whether `launch` would start the plan from here, without connecting to other hosts.
 
     Returns:

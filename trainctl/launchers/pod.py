@@ -17,7 +17,7 @@ from trainctl.config.secrets import REDACTED, resolve_variables
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers import kubernetes
 from trainctl.launchers.attempts import PreparedAttempt, run_attempts, start_one_agent
-from trainctl.launchers.interface import LaunchRequest, Rendered
+from trainctl.launchers.interface import LaunchRequest, RenderedLaunch
 from trainctl.launchers.processes import AgentProcess
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.command import NodeCommand, read_command
@@ -46,7 +46,7 @@ def main() -> int:
         if os.environ.get(NODE_VARIABLE, "0") == "0":
             return _launch(run, attempt)
         node = _await_node(run, attempt)
-        environment = _environment(attempt, node) if node is not None else {}
+        environment = _agent_environment(attempt, node) if node is not None else {}
     except TrainctlError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return int(error.exit_code)
@@ -74,7 +74,7 @@ def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
         LaunchRequest(
             run=run, attempt=attempt, plan=plan, on_event=lambda _: None, uses_launch_folder=False
         ),
-        render=lambda request: Rendered(command=kubernetes.pod_command(request), commands=()),
+        render=lambda request: RenderedLaunch(command=kubernetes.pod_command(request), commands=()),
         start=start,
         restarts_itself=False,
     )
@@ -83,7 +83,7 @@ def _launch(run: RunPaths, attempt: AttemptPaths) -> int:
     return outcome.exit_code
 
 
-def _environment(attempt: AttemptPaths, node: NodeCommand) -> dict[str, str]:
+def _agent_environment(attempt: AttemptPaths, node: NodeCommand) -> dict[str, str]:
     """Return an agent's environment: the first pod's variables, with redacted ones from here."""
     written = {name: value for name, value in node.environment.items() if value != REDACTED}
     own = read_plan(attempt.plan).config.launcher.environment

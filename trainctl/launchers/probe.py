@@ -95,7 +95,7 @@ class Probe:
             config: The plan's configuration, for what DeepSpeed will compile here.
             environment: Variables that the ranks will have, added to this host's.
         """
-        name = interface or _interface()
+        name = interface or _ssh_interface()
         self._address = next(iter(addresses_of(name)), None) if name else None
         return {
             "host": socket.gethostname(),
@@ -178,7 +178,7 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _interface() -> str | None:
+def _ssh_interface() -> str | None:
     """Return the interface that ssh came in by; if that is the loopback device, the outer one."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     address = connection[2] if len(connection) == 4 else (outgoing_address("192.0.2.1") or "")

@@ -27,7 +27,7 @@ from trainctl.errors import TrainctlError
 from trainctl.monitor.loggers.delivery import ALERTS, command, read_cursor
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.runs.command import NodeCommand
-from trainctl.runs.failures import describe
+from trainctl.runs.failures import describe_exit
 from trainctl.runs.files import ensure_folder
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import name_holder
@@ -65,7 +65,7 @@ class AgentProcess:
 
     def describe_death(self) -> dict[str, Any]:
         assert self.process.returncode is not None
-        fields = describe(self.process.returncode, self.log)
+        fields = describe_exit(self.process.returncode, self.log)
         where = f"node {self.node}, " if self.node is not None else ""
         fields["message"] = f"{self.name} ({where}process {self.process.pid}) {fields['message']}"
         return {
@@ -88,7 +88,7 @@ def start_agent(
         process = subprocess.Popen(
             node.argv,
             cwd=folder,
-            env=_variables(replace(tag, node=node.node), node.environment),
+            env=_agent_variables(replace(tag, node=node.node), node.environment),
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -119,7 +119,7 @@ def start_with_pdeathsig(
     with log.open("ab") as stream:
         return subprocess.Popen(
             [*pdeathsig_command(death_signal), *argv],
-            env=_variables(tag, environment or {}),
+            env=_agent_variables(tag, environment or {}),
             stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -129,7 +129,7 @@ def start_with_pdeathsig(
         )
 
 
-def _variables(tag: RunTag, environment: Mapping[str, str]) -> dict[str, str]:
+def _agent_variables(tag: RunTag, environment: Mapping[str, str]) -> dict[str, str]:
     return {
         **os.environ,
         **environment,
@@ -167,7 +167,7 @@ def start_in_background(
     return process
 
 
-def ssh(host: Host, launcher: SshConfig, module: str, *arguments: str) -> tuple[str, ...]:
+def ssh_command(host: Host, launcher: SshConfig, module: str, *arguments: str) -> tuple[str, ...]:
     """Return the command line that runs a module of trainctl on a host.
 
     It never prompts, uses no connection that another process made, and notices within

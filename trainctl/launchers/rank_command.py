@@ -20,7 +20,7 @@ from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import read_record
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.provenance import select
+from trainctl.runs.provenance import select_variables
 
 if TYPE_CHECKING:
     from trainctl.launchers.interface import AttemptRequest
@@ -87,7 +87,7 @@ def attempt_command(
         rank_command=tuple(own),
         prepare=request.rank_command is None and config.trains_itself,
         is_users=not config.trains_itself,
-        is_forked=request.rank_command is None and _is_forked(plan),
+        is_forked=request.rank_command is None and _should_fork(plan),
         folder=None if request.folder is None else str(request.folder),
         hidden=hidden_variables(config),
         address=address,
@@ -113,7 +113,7 @@ def _config_arguments(config: RunConfig, attempt: AttemptPaths) -> tuple[str, ..
     return (flag, str(attempt.deepspeed))
 
 
-def _is_forked(plan: RunPlan) -> bool:
+def _should_fork(plan: RunPlan) -> bool:
     """Return True if ranks are forked: on CPUs only, and where nothing needs a fresh process.
 
     A process that has used CUDA cannot be forked, and an import may use it. A benchmark before
@@ -202,7 +202,7 @@ def user_code_folder(config: RunConfig, run: RunPaths) -> Path | None:
 def not_forwarded(plan: RunPlan, shell: Mapping[str, str]) -> list[Finding]:
     """Return warnings about variables of this shell that remote ranks may need and do not get."""
     launcher = plan.config.launcher
-    taken = {*select(shell, launcher.forward_environment), *launcher.environment}
+    taken = {*select_variables(shell, launcher.forward_environment), *launcher.environment}
     return [
         Finding(
             rule="TC193",
@@ -211,7 +211,7 @@ def not_forwarded(plan: RunPlan, shell: Mapping[str, str]) -> list[Finding]:
             hint=f"add {name} to launcher.forward_environment, or set launcher.environment.{name}",
             severity=Severity.warning,
         )
-        for name in select(shell, SILENT_VARIABLES)
+        for name in select_variables(shell, SILENT_VARIABLES)
         if name not in taken
     ]
 
@@ -239,7 +239,7 @@ def rank_variables(
         **(settings.DETERMINISTIC_VARIABLES if is_deterministic else {}),
         **(network or {}),
     }
-    variables |= select(shell, launcher.forward_environment)
+    variables |= select_variables(shell, launcher.forward_environment)
     if launcher.omp_num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(launcher.omp_num_threads)
     # For references in a program's command line, which are resolved where it is started.

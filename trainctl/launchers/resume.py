@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.compose import Composed
+from trainctl.config.compose import ComposedConfig
 from trainctl.config.schema import RunConfig
 from trainctl.config.store import Change, diff_configs
 from trainctl.data.source_lengths import count_source_tokens
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launchers.planning import Planned, plan
+from trainctl.launchers.planning import PlannedConfig, plan_config
 from trainctl.launchers.rank_command import user_code_folder
 from trainctl.plans.identity import (
     change_of_rate,
@@ -34,8 +34,13 @@ from trainctl.plans.mixture import (
 )
 from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import config_of, effective_attempt
-from trainctl.runs.checkpoint_selection import Warn, select
-from trainctl.runs.checkpoints import CheckpointInfo, examine, list_checkpoints, newest_checkpoint
+from trainctl.runs.checkpoint_selection import Warn, select_checkpoints
+from trainctl.runs.checkpoints import (
+    CheckpointInfo,
+    examine_checkpoints,
+    list_checkpoints,
+    newest_checkpoint,
+)
 from trainctl.runs.directory import last_attempt, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import is_old, read_manifest
@@ -52,12 +57,12 @@ class PlannedResume:
     """Changes of the configuration since that attempt."""
     checkpoint: CheckpointInfo | None
     """Checkpoint to continue from; None begins at step 0."""
-    planned: Planned
+    planned: PlannedConfig
 
 
 def plan_resume(
     run: RunPaths,
-    configure: Callable[[RunConfig], Composed],
+    configure: Callable[[RunConfig], ComposedConfig],
     *,
     step: int | None = None,
     attempt: int | None = None,
@@ -81,7 +86,7 @@ def plan_resume(
     before = config_of(run, attempt)
     checkpoint = None
     if before.trains_itself and not from_start:
-        checkpoint = _checkpoint(run, step, warn)
+        checkpoint = _find_checkpoint(run, step, warn)
     settings = before
     if checkpoint is not None:  # `stop_after_steps` is a setting of one launch
         training = replace(before.training, stop_after_steps=None)
@@ -92,7 +97,7 @@ def plan_resume(
     elif checkpoint is None and not from_start:
         require_nothing_saved(run)
     folder = user_code_folder(composed.config, run)
-    planned = plan(composed, with_files=True, tokenize=True, folder=folder)
+    planned = plan_config(composed, with_files=True, tokenize=True, folder=folder)
     return PlannedResume(
         continues=attempt or effective_attempt(run).number,
         changes=tuple(diff_configs(before, planned.composed.config)),
@@ -101,11 +106,11 @@ def plan_resume(
     )
 
 
-def _checkpoint(run: RunPaths, step: int | None, warn: Warn) -> CheckpointInfo | None:
+def _find_checkpoint(run: RunPaths, step: int | None, warn: Warn) -> CheckpointInfo | None:
     """Return the checkpoint of a step, or the newest complete one; warn of damaged newer ones."""
     if step is not None:
-        ((_, path), *_) = select(run, [step])
-        look = next((look for look in examine(run) if look.step == step), None)
+        ((_, path), *_) = select_checkpoints(run, [step])
+        look = next((look for look in examine_checkpoints(run) if look.step == step), None)
         if look is not None and look.info is not None:
             return look.info
         problem = look.problem if look else f"{path.name} has the weights alone: no run goes on"
@@ -122,7 +127,7 @@ def require_nothing_saved(run: RunPaths) -> None:
     Raises:
         TrainctlError: All are damaged or gone (exit code 5).
     """
-    problems = [look.problem for look in examine(run) if look.problem]
+    problems = [look.problem for look in examine_checkpoints(run) if look.problem]
     saved = [int(event["step"]) for event in read_events(run.events, "checkpoint")]
     if problems:
         what = f"no checkpoint of {run.root} is complete: {'; '.join(problems)}"

@@ -31,7 +31,7 @@ from trainctl.launchers.interface import (
     AttemptRequest,
     LaunchRequest,
     Outcome,
-    Rendered,
+    RenderedLaunch,
     run_tool,
     submit,
 )
@@ -43,7 +43,7 @@ from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig
 from trainctl.plans.types import RunPlan
 from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
 from trainctl.runs.status import SchedulerJob, State, change_status
 
@@ -62,7 +62,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return [*check_slurm(plan.config, plan.hardware), *check_path(folder.absolute())]
 
 
-def render(request: AttemptRequest, *, address: str | None = None) -> Rendered:
+def render(request: AttemptRequest, *, address: str | None = None) -> RenderedLaunch:
     """Render what `run_launch` starts: `sbatch` from outside, `srun` in an allocation. Pure.
 
     Args:
@@ -82,14 +82,16 @@ def render(request: AttemptRequest, *, address: str | None = None) -> Rendered:
         hosts or [""] * nodes,
         [variables] * nodes,
         is_numbered=False,
-        port=plan.config.launcher.port or _port(job),
+        port=plan.config.launcher.port or _job_port(job),
         address=address or (hosts[0] if hosts else None),
     )
     if job is not None:
-        return Rendered(command=command, commands=(_srun(request, command.nodes[0].argv),))
+        return RenderedLaunch(
+            command=command, commands=(_srun_command(request, command.nodes[0].argv),)
+        )
     script = attempt.root / SCRIPT
     text = job_script(plan, request.run, attempt)
-    return Rendered(
+    return RenderedLaunch(
         command=command, commands=(("sbatch", "--parsable", str(script)),), files={SCRIPT: text}
     )
 
@@ -116,17 +118,17 @@ def submit_sweep(
         ("sbatch", "--parsable", str(folder / SCRIPT)),
         attempts,
         kind="slurm",
-        job_id=lambda run, output: f"{_job(output)}_{run.root.name}",
+        job_id=lambda run, output: f"{_parse_job_id(output)}_{run.root.name}",
     )
-    return _job(output)
+    return _parse_job_id(output)
 
 
-def _job(output: str) -> str:
+def _parse_job_id(output: str) -> str:
     """Return the job id in the output of `sbatch --parsable`, which may name the cluster too."""
     return output.strip().partition(";")[0]
 
 
-def _srun(request: AttemptRequest, agent: tuple[str, ...]) -> tuple[str, ...]:
+def _srun_command(request: AttemptRequest, agent: tuple[str, ...]) -> tuple[str, ...]:
     plan, run, attempt = request.plan, request.run, request.attempt
     launcher, nodes = section_of(plan.config, SlurmConfig), plan.hardware.nodes
     container: list[str] = []
@@ -164,20 +166,24 @@ def node_names(listed: str) -> list[str]:
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
         expanded = [""]
         for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            ends = [text] if text else [name for item in ranges.split(",") for name in _range(item)]
+            ends = (
+                [text]
+                if text
+                else [name for item in ranges.split(",") for name in _expand_range(item)]
+            )
             expanded = [start + end for start in expanded for end in ends]
         names += expanded
     return names
 
 
-def _range(item: str) -> list[str]:
+def _expand_range(item: str) -> list[str]:
     first, _, last = item.partition("-")
     if not last:
         return [first]
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 
-def _port(job: str | None) -> int:
+def _job_port(job: str | None) -> int:
     """Return a port that two jobs on one node rarely share."""
     digits = re.sub(r"\D", "", job or "0")
     return _PORTS[int(digits or "0") % len(_PORTS)]
@@ -194,7 +200,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     if launch.checkpoint_bytes is not None:
         require_space(run.root, launch.checkpoint_bytes)
     if JOB_VARIABLE not in os.environ:
-        return _submit(launch)
+        return _submit_job(launch)
     names = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
     if len(names) < plan.hardware.nodes:
         raise TrainctlError(
@@ -203,7 +209,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
             hint=f"hardware.nodes={len(names)}, or a larger allocation",
             exit_code=ExitCode.environment,
         )
-    address = _address(names[0]) if plan.hardware.nodes > 1 else None
+    address = _node_address(names[0]) if plan.hardware.nodes > 1 else None
     start = partial(start_program, name="srun", death_signal=signal.SIGHUP, agents=SrunStep)
     outcome = run_attempts(launch, render=partial(render, address=address), start=start)
     if outcome.exit_code == ExitCode.requeue and outcome.is_cancelled:
@@ -267,22 +273,22 @@ def is_preempted() -> bool:
     return False
 
 
-def _submit(launch: LaunchRequest) -> Outcome:
+def _submit_job(launch: LaunchRequest) -> Outcome:
     run, attempt = launch.run, launch.attempt
     rendered = render(launch.attempt_request(attempt, launch.plan))
-    with hold(run):
+    with hold_lock(run):
         rendered.write(attempt)
         output = submit(
             rendered.commands[0],
             [(run, attempt)],
             kind="slurm",
-            job_id=lambda _, output: _job(output),
+            job_id=lambda _, output: _parse_job_id(output),
         )
-    message = f"job {_job(output)} is submitted"
+    message = f"job {_parse_job_id(output)} is submitted"
     return Outcome(exit_code=0, state=State.queued, message=message)
 
 
-def _address(name: str) -> str:
+def _node_address(name: str) -> str:
     """Return Slurm's own address of a node: the node's name need not resolve."""
     shown = run_tool(("scontrol", "show", "node", "--oneliner", name))
     found = re.search(r"\bNodeAddr=(\S+)", shown)
@@ -294,11 +300,11 @@ def job_script(plan: RunPlan, run: RunPaths, attempt: AttemptPaths) -> str:
     launch = (sys.executable, "-P", "-m", "trainctl.launchers", str(run.root))
     lines = [
         "#!/bin/bash",
-        *_directives(plan, run.root.name, attempt.launcher_log),
+        *_sbatch_lines(plan, run.root.name, attempt.launcher_log),
         "",
         f"# Attempt {attempt.number} of {shlex.quote(str(run.root))}, or, after a requeue, the",
         "# next one: this starts one agent on each node, saves and requeues when Slurm wants it.",
-        *_modules(plan),
+        *_module_lines(plan),
         f"exec {shlex.join((*launch, '--attempt', str(attempt.number)))}",
     ]
     return "\n".join(lines) + "\n"
@@ -320,16 +326,16 @@ def array_script(plan: RunPlan, folder: Path, *, tasks: Sequence[int], parallel:
     indices = f"0-{len(tasks) - 1}" if is_whole else ",".join(map(str, tasks))
     lines = [
         "#!/bin/bash",
-        *_directives(plan, folder.name, log, array=f"{indices}{limit}"),
+        *_sbatch_lines(plan, folder.name, log, array=f"{indices}{limit}"),
         "",
         "# Task K trains the run K of this folder; see sweep.json for its values.",
-        *_modules(plan),
+        *_module_lines(plan),
         f"exec {launch}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iterator[str]:
+def _sbatch_lines(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iterator[str]:
     """Yield the `#SBATCH` lines.
 
     Args:
@@ -361,7 +367,7 @@ def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iter
     options.append(("output", pattern.replace(ARRAY_TASK, "%a") if array else pattern))
     for option, value in options:
         if value is not None:
-            yield f"#SBATCH --{option}={_quoted(str(value))}"
+            yield f"#SBATCH --{option}={_quote(str(value))}"
     if launcher.slurm_cpus_per_node is None:
         yield "#SBATCH --exclusive"
     yield "#SBATCH --open-mode=append"
@@ -373,7 +379,7 @@ def _directives(plan: RunPlan, name: str, log: Path, *, array: str = "") -> Iter
     yield from (f"#SBATCH {option}" for option in launcher.slurm_options)
 
 
-def _modules(plan: RunPlan) -> Iterator[str]:
+def _module_lines(plan: RunPlan) -> Iterator[str]:
     """Yield lines that load the modules.
 
     The launcher must replace the shell after them: Slurm signals the process that it started.
@@ -382,7 +388,7 @@ def _modules(plan: RunPlan) -> Iterator[str]:
         yield f"module load {shlex.quote(module)} || exit {int(ExitCode.environment)}"
 
 
-def _quoted(value: str) -> str:
+def _quote(value: str) -> str:
     """Return a value quoted for an `#SBATCH` line: sbatch knows quotes and backslashes only."""
     if re.fullmatch(r"[A-Za-z0-9_.,:;+@%/=&|*()\[\]?!~^-]+", value):
         return value

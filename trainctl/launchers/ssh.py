@@ -19,8 +19,8 @@ from trainctl.hardware.packages import loggers_are_installed
 from trainctl.launchers.attempts import PreparedAttempt, run_attempts
 from trainctl.launchers.elastic import ElasticPlanner
 from trainctl.launchers.host_checks import HostGroup, check_hosts, planned_hosts, unprobed_hosts
-from trainctl.launchers.interface import AttemptRequest, LaunchRequest, Outcome, Rendered
-from trainctl.launchers.processes import Process, ssh, start_with_pdeathsig
+from trainctl.launchers.interface import AttemptRequest, LaunchRequest, Outcome, RenderedLaunch
+from trainctl.launchers.processes import Process, ssh_command, start_with_pdeathsig
 from trainctl.launchers.rank_command import (
     attempt_command,
     not_forwarded,
@@ -34,7 +34,7 @@ from trainctl.runs.command import NodeCommand
 from trainctl.runs.directory import last_attempt, run_id
 from trainctl.runs.failures import Cause, log_tail
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import (
     LEASE_BEAT,
     LEASE_END,
@@ -65,7 +65,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
     return [*here, *findings, *not_forwarded(plan, os.environ)]
 
 
-def render(request: AttemptRequest, *, group: HostGroup | None = None) -> Rendered:
+def render(request: AttemptRequest, *, group: HostGroup | None = None) -> RenderedLaunch:
     """Render an attempt's commands: an ssh for each host. Pure, except that it reads the hostfile.
 
     Args:
@@ -76,13 +76,15 @@ def render(request: AttemptRequest, *, group: HostGroup | None = None) -> Render
     command = attempt_command(
         request,
         [host.name for host in group.hosts],
-        [_environment(request, group, node) for node in range(len(group.hosts))],
+        [_node_environment(request, group, node) for node in range(len(group.hosts))],
         python=launcher.python or sys.executable,
         address=group.address,
         port=group.port,
     )
-    commands = tuple(ssh(host, launcher, "trainctl.runs.processes", "exec") for host in group.hosts)
-    return Rendered(command=command, commands=commands)
+    commands = tuple(
+        ssh_command(host, launcher, "trainctl.runs.processes", "exec") for host in group.hosts
+    )
+    return RenderedLaunch(command=command, commands=commands)
 
 
 def run_launch(launch: LaunchRequest) -> Outcome:
@@ -107,7 +109,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
             launch.on_event(events.write("waiting", there=there, of=len(hosts), missing=missing))
 
     planner = ElasticPlanner(launch, hosts, probed.group, on_wait)
-    with hold(run):
+    with hold_lock(run):
         everything = RunTag(run_id(run), run.root)
         terminate_processes(everything, grace_seconds=0)
         if launch.attempt.number > 1:  # agents of a lost launcher may still run
@@ -127,7 +129,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
         )
 
 
-def _environment(request: AttemptRequest, group: HostGroup, node: int) -> dict[str, str]:
+def _node_environment(request: AttemptRequest, group: HostGroup, node: int) -> dict[str, str]:
     """Return the variables of a node's agent and ranks."""
     host, interface = group.hosts[node], group.interfaces[node]
     launcher = section_of(request.plan.config, SshConfig)
@@ -188,7 +190,7 @@ class SshAgents:
         lease = {LEASE_VARIABLE: str(self._launcher.node_timeout_seconds)}
         for host, node in zip(self._hosts, nodes, strict=True):
             process = start_with_pdeathsig(
-                ssh(host, self._launcher, "trainctl.runs.processes", "exec"),
+                ssh_command(host, self._launcher, "trainctl.runs.processes", "exec"),
                 tag=self._tag,
                 log=self._attempt.agent_log(node.node),
                 has_input=True,
@@ -322,7 +324,7 @@ def terminate_on_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) 
         arguments += ["--attempt", str(tag.attempt)]
     started = [
         subprocess.Popen(
-            ssh(host, launcher, "trainctl.runs.processes", "terminate", *arguments),
+            ssh_command(host, launcher, "trainctl.runs.processes", "terminate", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -18,8 +18,8 @@ from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import last_attempt, run_id
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.listing import RunSummary, summarise
-from trainctl.runs.lock import holder
+from trainctl.runs.listing import RunSummary, summarise_run
+from trainctl.runs.lock import find_holder
 from trainctl.runs.processes import RunTag, terminate_processes
 from trainctl.runs.records import Event, EventFollower, events_from_end, iter_events
 from trainctl.runs.status import (
@@ -301,7 +301,7 @@ def ask_to_stop(run: RunPaths, *, now: bool = False) -> str:
 
     Returns what happens now, in words. With `now` the run ends at once, without saving.
     """
-    summary = summarise(run)
+    summary = summarise_run(run)
     if summary.holder is None and summary.job is not None:
         cancel(summary.job)
         before = read_status(run)
@@ -325,7 +325,7 @@ def wait_for_end(run: RunPaths, *, now: bool = False) -> RunSummary:
     patience = config_of(run).launcher.grace_seconds + _KILL_PATIENCE_SECONDS
     deadline = time.monotonic() + patience
     is_forced = False
-    while (current := holder(run)) is not None:
+    while (current := find_holder(run)) is not None:
         if now and time.monotonic() > deadline:
             if is_forced:
                 raise TrainctlError(
@@ -337,12 +337,12 @@ def wait_for_end(run: RunPaths, *, now: bool = False) -> RunSummary:
             _end_by_force(run)
             is_forced, deadline = True, time.monotonic() + patience + _FORCE_PATIENCE_SECONDS
         time.sleep(_POLL_SECONDS)
-    return summarise(run)
+    return summarise_run(run)
 
 
 def _end_by_force(run: RunPaths) -> None:
     """End a launcher that does not answer: by its scheduler, or on this machine by a signal."""
-    summary = summarise(run)
+    summary = summarise_run(run)
     if summary.holder is None:
         return
     if summary.job is not None:
@@ -365,7 +365,7 @@ def save_now(run: RunPaths, say: Callable[[str], None]) -> Event:
     Raises:
         TrainctlError: The run does not train, or ended before it saved (exit code 5).
     """
-    if holder(run) is None:
+    if find_holder(run) is None:
         raise TrainctlError(
             f"{run.root} is not training",
             hint="`trainctl checkpoint ls` shows what it saved",
@@ -373,7 +373,7 @@ def save_now(run: RunPaths, say: Callable[[str], None]) -> Event:
         )
     follower = EventFollower(run.events)
     last = next(events_from_end(run.events, "step"), None)
-    since = _place(last) if last else (0, 0)
+    since = _attempt_and_step(last) if last else (0, 0)
     file_request(run, Request.checkpoint, "trainctl checkpoint now")
     say("asked; the run saves at its next step")
     saved = _wait_for_save(run, follower, since)
@@ -383,7 +383,7 @@ def save_now(run: RunPaths, say: Callable[[str], None]) -> Event:
     return saved
 
 
-def _place(event: Event) -> tuple[int, int]:
+def _attempt_and_step(event: Event) -> tuple[int, int]:
     """Return the attempt and step of a record. A later attempt may repeat steps."""
     return int(event["attempt"]), int(event["step"])
 
@@ -394,9 +394,9 @@ def _wait_for_save(run: RunPaths, follower: EventFollower, since: tuple[int, int
     A save that was already under way at the request has an earlier step, and does not count.
     """
     while True:
-        training = holder(run) is not None  # before the poll: the last records precede the end
+        training = find_holder(run) is not None  # before the poll: the last records precede the end
         for event in follower.poll():
-            if event["event"] == "checkpoint" and _place(event) >= since:
+            if event["event"] == "checkpoint" and _attempt_and_step(event) >= since:
                 return event
         if not training:
             return None

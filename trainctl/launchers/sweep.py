@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from trainctl.config.compose import Composed, recompose
+from trainctl.config.compose import ComposedConfig, recompose
 from trainctl.config.overrides import SweepPoint
 from trainctl.config.registry import function_of
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers.interface import check
-from trainctl.launchers.planning import compose
-from trainctl.launchers.planning import plan as make_plan
+from trainctl.launchers.planning import compose_config
+from trainctl.launchers.planning import plan_config as make_plan
 from trainctl.launchers.processes import Process, start_in_background
 from trainctl.launchers.rank_command import user_code_folder
 from trainctl.launchers.resume import require_nothing_saved
@@ -27,7 +27,7 @@ from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import create_run, last_attempt, new_attempt
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.sweeps import RemainingRun, Sweep, SweepAction, new_sweep
 
 Started = list[tuple[RunPaths, AttemptPaths]]
@@ -43,7 +43,9 @@ def plan_sweep(
         TrainctlError: A plan is refused, or the runs cannot be queued together.
     """
     plans = [
-        _checked(partial(compose, point.overrides, config_dir), point.values, force=force)
+        _plan_of_point(
+            partial(compose_config, point.overrides, config_dir), point.values, force=force
+        )
         for point in points
     ]
     _check_queue(plans)
@@ -101,17 +103,17 @@ def _plan_again(item: RemainingRun, record: Sweep, *, force: bool) -> RunPlan:
     """Plan the rest of a run, from its own directory if it exists."""
     values = record.points[item.index]
     if item.next is SweepAction.make:
-        overrides = _recorded(item, record)
+        overrides = _recorded_overrides(item, record)
         own = None if record.config_dir is None else Path(record.config_dir)
-        return _checked(lambda: compose(overrides, own), values, force=force)
+        return _plan_of_point(lambda: compose_config(overrides, own), values, force=force)
     config = config_of(item.run)
     if config.trains_itself and newest_checkpoint(item.run)[0] is None:
         require_nothing_saved(item.run)
     folder = user_code_folder(config, item.run)
-    return _checked(lambda: recompose(config, ()), values, force=force, folder=folder)
+    return _plan_of_point(lambda: recompose(config, ()), values, force=force, folder=folder)
 
 
-def _recorded(item: RemainingRun, record: Sweep) -> tuple[str, ...]:
+def _recorded_overrides(item: RemainingRun, record: Sweep) -> tuple[str, ...]:
     """Return the recorded overrides of a run whose directory does not exist.
 
     Raises:
@@ -133,12 +135,12 @@ def _attempt_again(item: RemainingRun, plan: RunPlan) -> tuple[RunPaths, Attempt
         run = create_run(plan.config, run_dir=run.root, argv=sys.argv)
     elif item.next is SweepAction.start:
         return run, run.attempt(last_attempt(run))
-    with hold(run):
+    with hold_lock(run):
         return run, new_attempt(run, plan)
 
 
-def _checked(
-    composing: Callable[[], Composed],
+def _plan_of_point(
+    composing: Callable[[], ComposedConfig],
     values: Mapping[str, str],
     *,
     force: bool,
@@ -239,7 +241,7 @@ def run_queue(
         while running or (waiting and not received):
             while waiting and len(running) < parallel and not received:
                 run, attempt = waiting.pop(0)
-                with hold(run) as lock:
+                with hold_lock(run) as lock:
                     running.append(
                         (run, start_in_background(run, attempt, lock, dies_with_parent=True))
                     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainctl.config.compose import Composed
+from trainctl.config.compose import ComposedConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.hardware.storage import root_caches_are_protected
-from trainctl.launchers.planning import name_sources, plan
+from trainctl.launchers.planning import name_sources, plan_config
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.types import RunPlan
 from trainctl.readers.quality import has_quality_rules
@@ -107,20 +107,20 @@ class _DocumentCounter:
         self._tell(progress)
 
 
-def corpora_before_run(composed: Composed) -> tuple[RunPlan, Corpora]:
+def corpora_before_run(composed: ComposedConfig) -> tuple[RunPlan, Corpora]:
     """Plan a run and prepare its text, as its launch would.
 
     Raises:
         TrainctlError: There is no plan, or not enough text for a sample.
     """
     from trainctl.data.prepare import build_plan_corpora
-    from trainctl.data.streaming.corpora import with_streams
+    from trainctl.data.streaming.corpora import open_remote_corpora
 
-    made = plan(composed, tokenize=True).plan
-    return made, with_streams(made.config.data, build_plan_corpora(made))
+    made = plan_config(composed, tokenize=True).plan
+    return made, open_remote_corpora(made.config.data, build_plan_corpora(made))
 
 
-def check_text_settings(composed: Composed) -> list[Finding]:
+def check_text_settings(composed: ComposedConfig) -> list[Finding]:
     """Check that there is text to tokenize, and that a launch would accept the data and tokenizer.
 
     Returns the warnings.

@@ -97,7 +97,7 @@ Fetch = Callable[[str], torch.Tensor]
 
 
 @dataclass(slots=True)
-class Converted:
+class ConvertedTensors:
     """Tensors of the files that become one or several tensors of the model."""
 
     first: str
@@ -148,7 +148,7 @@ class StoredModel:
         state = model.state_dict()
         groups, self.unused = _group_tensors(model, stored, state)
         wanted = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items()}
-        self.joined: dict[str, Converted] = {}
+        self.joined: dict[str, ConvertedTensors] = {}
         self.differing: list[str] = []
         self.unreadable = [
             f"{name} in {tensor.dtype}"
@@ -180,7 +180,7 @@ class StoredModel:
             said.append(f"quantised weights are not read: {join_first(self.unreadable)}")
         return said
 
-    def _shapes(self, group: Converted) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, group: ConvertedTensors) -> dict[str, tuple[int, ...]]:
         """Return the shapes that a group's conversion gives, by running it on meta tensors.
 
         If the conversion fails, the failure is added to `differing`.
@@ -207,7 +207,7 @@ class StoredModel:
 
 def _group_tensors(
     model: PreTrainedModel, stored: Iterable[str], state: dict[str, Any]
-) -> tuple[list[Converted], list[str]]:
+) -> tuple[list[ConvertedTensors], list[str]]:
     """Return the files' tensors grouped by what they become, and the names that become nothing.
 
     Follows `convert_and_load_state_dict_in_model` of transformers.
@@ -216,7 +216,7 @@ def _group_tensors(
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
-    groups: dict[str, Converted] = {}
+    groups: dict[str, ConvertedTensors] = {}
     unused: list[str] = []
     prefix = model.base_model_prefix
     for name in sorted(stored, key=dot_natural_key):
@@ -226,9 +226,9 @@ def _group_tensors(
         if renamed not in state:
             unused.append(name)
         elif pattern is None:
-            groups[renamed] = Converted(renamed, None, {"": [name]})
+            groups[renamed] = ConvertedTensors(renamed, None, {"": [name]})
         else:
-            group = groups.setdefault(renamed, Converted(renamed, by_pattern[pattern]))
+            group = groups.setdefault(renamed, ConvertedTensors(renamed, by_pattern[pattern]))
             group.sources.setdefault(pattern, []).append(name)
     for group in groups.values():
         if group.converter is not None:  # an expert's tensors have its index in each list
@@ -239,7 +239,7 @@ def _group_tensors(
     return list(groups.values()), unused
 
 
-def _is_by_row(group: Converted, shape: tuple[int, ...]) -> bool:
+def _is_by_row(group: ConvertedTensors, shape: tuple[int, ...]) -> bool:
     """Return True if each tensor of the files is a part of one row of the result."""
     assert group.converter is not None
     first, *others = group.converter.operations
@@ -257,7 +257,7 @@ def _leaves_rows(operation: ConversionOps) -> bool:
 
 def _shape_difference(
     name: str,
-    group: Converted,
+    group: ConvertedTensors,
     shape: tuple[int, ...],
     wanted: tuple[int, ...],
     stored: Mapping[str, StoredTensor],

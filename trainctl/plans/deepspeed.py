@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import (
     AdaptiveClipping,
     CompileKind,
@@ -49,7 +49,7 @@ STEPS_PER_PRINT = 1_000_000_000
 """Effectively never: the trainer reports progress itself."""
 
 
-def nest_settings(settings: Iterable[Derived]) -> dict[str, Any]:
+def nest_settings(settings: Iterable[DerivedValue]) -> dict[str, Any]:
     """Return the nested JSON of flat settings: dots in a key separate levels."""
     nested: dict[str, Any] = {}
     for setting in settings:
@@ -63,7 +63,7 @@ def nest_settings(settings: Iterable[Derived]) -> dict[str, Any]:
 
 def derived_settings(
     config: RunConfig, hardware: Hardware, mesh: Mesh | None, batch: Batch | None
-) -> tuple[Derived, ...]:
+) -> tuple[DerivedValue, ...]:
     """Return every key of the JSON that trainctl sets, without the user's `deepspeed` section.
 
     `mesh` is None if no mesh is possible; the configured axis sizes are used then. `batch` is None
@@ -86,10 +86,11 @@ def derived_settings(
     )
 
 
-def user_settings(section: Mapping[str, Any]) -> tuple[Derived, ...]:
+def user_settings(section: Mapping[str, Any]) -> tuple[DerivedValue, ...]:
     """Return the leaves of the user's `deepspeed` section, which is merged last."""
     return tuple(
-        Derived(key=key, value=value, reason=f"deepspeed.{key}") for key, value in flatten(section)
+        DerivedValue(key=key, value=value, reason=f"deepspeed.{key}")
+        for key, value in flatten(section)
     )
 
 
@@ -102,12 +103,12 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def _setting(key: str, value: Any, *sources: str, why: str = "") -> Derived:
+def _setting(key: str, value: Any, *sources: str, why: str = "") -> DerivedValue:
     """Return a setting derived from config keys; `why` replaces their names as the reason."""
-    return Derived(key=key, value=value, reason=why or " and ".join(sources), sources=sources)
+    return DerivedValue(key=key, value=value, reason=why or " and ".join(sources), sources=sources)
 
 
-def _batch_settings(mesh: Mesh, batch: Batch) -> Iterator[Derived]:
+def _batch_settings(mesh: Mesh, batch: Batch) -> Iterator[DerivedValue]:
     micro, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
     product = f"micro {micro} x accumulation {accumulation} x data {mesh.data}"
     why = f"training.global_batch_size: {product}"
@@ -120,7 +121,7 @@ def _batch_settings(mesh: Mesh, batch: Batch) -> Iterator[Derived]:
 
 def _optimizer_settings(
     config: RunConfig, hardware: Hardware, lr_scale: float
-) -> Iterator[Derived]:
+) -> Iterator[DerivedValue]:
     form = spec_of(config.optimizer).deepspeed
     if form is not None and not _uses_own_optimizer(config, hardware):
         why = f"optimizer.kind={config.optimizer.kind}"
@@ -133,7 +134,7 @@ def _uses_own_optimizer(config: RunConfig, hardware: Hardware) -> bool:
     return config.trains_itself and optimizer_maker(config, hardware) is Maker.trainctl
 
 
-def _clipping_settings(config: RunConfig) -> Derived:
+def _clipping_settings(config: RunConfig) -> DerivedValue:
     is_fp32 = number_formats(config.precision).weights is DataType.fp32
     if config.trains_itself and config.zero_stage.stage == 0 and is_fp32:
         why = "the trainer clips: without ZeRO DeepSpeed's norm is inexact, and each stage's own"
@@ -148,7 +149,7 @@ def _clipping_settings(config: RunConfig) -> Derived:
 
 def _optimizer_params(
     config: RunConfig, hardware: Hardware, lr_scale: float, form: OptimizerForm
-) -> Iterator[Derived]:
+) -> Iterator[DerivedValue]:
     optimizer, params = config.optimizer, "optimizer.params"
     offloaded = config.offload.optimizer is not OffloadDevice.none
     for parameter in form.parameters:
@@ -172,7 +173,7 @@ def _optimizer_params(
 
 def optimizer_parameter(
     config: RunConfig, parameter: OptimizerParameter, lr_scale: float
-) -> Derived:
+) -> DerivedValue:
     """Return one optimizer parameter of the JSON, derived from its config keys."""
     optimizer = config.optimizer
     values = [getattr(optimizer, key) for key in parameter.keys]
@@ -201,7 +202,7 @@ _NOTES = {
 }
 
 
-def _precision_settings(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
+def _precision_settings(config: RunConfig, mesh: Mesh) -> Iterator[DerivedValue]:
     precision, used = config.precision, number_formats(config.precision)
     compute = f"precision.compute={precision.compute}"
     of_weights = "the weights' format"
@@ -231,7 +232,7 @@ def _precision_settings(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
     yield _setting("communication_data_type", wire, *on_wire, why=wire_why)
 
 
-def _zero_settings(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
+def _zero_settings(config: RunConfig, hardware: Hardware) -> Iterator[DerivedValue]:
     zero, optimizer = config.zero_stage, spec_of(config.optimizer)
     yield _setting("zero_optimization.stage", zero.stage, "zero_stage.stage")
     if zero.stage == 0:
@@ -246,7 +247,7 @@ def _zero_settings(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
         yield _setting("zero_allow_untested_optimizer", True, why=why)
 
 
-def _parallelism_settings(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
+def _parallelism_settings(config: RunConfig, mesh: Mesh) -> Iterator[DerivedValue]:
     if mesh.pipeline > 1:
         why = "the trainer wraps the blocks that are recomputed"
         yield _setting("pipeline.activation_checkpoint_interval", 0, why=why)
@@ -263,13 +264,13 @@ def _parallelism_settings(config: RunConfig, mesh: Mesh) -> Iterator[Derived]:
         yield _setting("seq_parallel_communication_data_type", wire, why=why)
 
 
-def _compile_settings(kernels: KernelsConfig) -> Iterator[Derived]:
+def _compile_settings(kernels: KernelsConfig) -> Iterator[DerivedValue]:
     if kernels.compile is CompileKind.deepcompile:
         why = "kernels.compile=deepcompile"
         yield _setting("compile.deepcompile", True, "kernels.compile", why=why)
 
 
-def _reporting_settings(config: RunConfig) -> Iterator[Derived]:
+def _reporting_settings(config: RunConfig) -> Iterator[DerivedValue]:
     own = "the trainer reports itself"
     if config.trains_itself:
         yield _setting("steps_per_print", STEPS_PER_PRINT, why=own)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import RunConfig
 from trainctl.plans.settings import number_formats
 
@@ -236,7 +236,7 @@ SOURCES = {row.key: row.source for row in TABLE if row.read is not None}
 """Config key by the JSON key that determines it."""
 
 
-def written_settings(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Derived]:
+def written_settings(rows: tuple[Row, ...], config: RunConfig) -> Iterator[DerivedValue]:
     """Yield the settings that a config has among these rows."""
     modes = Modes.of(config)
     for row in rows:
@@ -244,7 +244,7 @@ def written_settings(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Deriv
         if value is not None:
             sources = (row.source,) if row.source else ()
             reason = row.reason or row.source
-            yield Derived(key=row.key, value=value, reason=reason, sources=sources)
+            yield DerivedValue(key=row.key, value=value, reason=reason, sources=sources)
 
 
 def ineffective_keys(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil, floor, isqrt
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import (
     ModelConfig,
     ParallelismConfig,
@@ -26,7 +26,7 @@ from trainctl.plans import shapes
 from trainctl.plans.schedule import Curve, decay_length, warmup_length
 from trainctl.plans.types import Batch, Batches, BatchPhase, Mesh
 
-Reasons = tuple[Derived, ...]
+Reasons = tuple[DerivedValue, ...]
 UNCOUNTED_STEPS = 1000
 """Placeholder length of a plan in epochs of an unread corpus; a launch reads the corpus first."""
 
@@ -45,13 +45,13 @@ def derive_mesh(parallelism: ParallelismConfig, hardware: Hardware) -> tuple[Mes
         expert=parallelism.expert,
     )
     devices = f"nodes {hardware.nodes} x devices {hardware.devices_per_node} ({hardware.name})"
-    reasons = [Derived(key="world_size", value=mesh.world_size, reason=devices)]
+    reasons = [DerivedValue(key="world_size", value=mesh.world_size, reason=devices)]
     if parallelism.data is None:
         share = (
             f"world_size {mesh.world_size} / (tensor {mesh.tensor} x pipeline {mesh.pipeline}"
             f" x sequence {mesh.sequence})"
         )
-        reasons.append(Derived(key="parallelism.data", value=data, reason=share))
+        reasons.append(DerivedValue(key="parallelism.data", value=data, reason=share))
     return mesh, tuple(reasons)
 
 
@@ -65,7 +65,7 @@ def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Rea
     """
     micro = training.micro_batch_size
     accumulation = training.gradient_accumulation_steps
-    reasons: list[Derived] = []
+    reasons: list[DerivedValue] = []
     asked = training.global_batch_size
     if asked is None and training.global_batch_tokens is not None:
         asked, why = _whole_sequences(training, training.global_batch_tokens, data)
@@ -105,7 +105,7 @@ def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Rea
         sequence_length=training.sequence_length,
     )
     why = f"global {product} x sequence_length {training.sequence_length}"
-    reasons.append(Derived(key="tokens_per_step", value=batch.tokens_per_step, reason=why))
+    reasons.append(DerivedValue(key="tokens_per_step", value=batch.tokens_per_step, reason=why))
     return batch, tuple(reasons)
 
 
@@ -125,7 +125,9 @@ def derive_stages(config: RunConfig) -> tuple[tuple[int, ...], Reasons]:
     if not parallelism.stage_blocks and partition is not PipelinePartition.uniform:
         why += ": the heaviest stage is made as light as possible"
     return blocks, (
-        Derived(key="parallelism.stage_blocks", value=list(blocks), reason=why, sources=(source,)),
+        DerivedValue(
+            key="parallelism.stage_blocks", value=list(blocks), reason=why, sources=(source,)
+        ),
     )
 
 
@@ -159,7 +161,7 @@ def derive_ramp(training: TrainingConfig, batch: Batch | None) -> tuple[Batches 
             return None, ()
         key = f"global_batch_size of steps {last + 1} to {first}"
         sources = ("training.batch_ramp",)
-        reasons.append(Derived(key=key, value=size, reason=why, sources=sources))
+        reasons.append(DerivedValue(key=key, value=size, reason=why, sources=sources))
     if not phases:
         return batches, ()
     batches = Batches((*phases, BatchPhase(first_step=first, batch=batch)))
@@ -202,8 +204,8 @@ def uncounted_steps(training: TrainingConfig) -> tuple[int, Reasons]:
     return UNCOUNTED_STEPS, (_derived_total_steps(UNCOUNTED_STEPS, why, "training.epochs"),)
 
 
-def _derived_total_steps(steps: int, why: str, *sources: str) -> Derived:
-    return Derived(key="total_steps", value=steps, reason=why, sources=sources)
+def _derived_total_steps(steps: int, why: str, *sources: str) -> DerivedValue:
+    return DerivedValue(key="total_steps", value=steps, reason=why, sources=sources)
 
 
 def _ramp_in_words(batches: Batches, otherwise: str) -> tuple[str, tuple[str, ...]]:
@@ -246,9 +248,9 @@ def derive_stop_step(training: TrainingConfig, total_steps: int) -> tuple[int, R
     """Return the step at which this launch ends."""
     if training.stop_after_steps is None or training.stop_after_steps >= total_steps:
         why = "total_steps: this launch goes to the end"
-        return total_steps, (Derived(key="stop_step", value=total_steps, reason=why),)
+        return total_steps, (DerivedValue(key="stop_step", value=total_steps, reason=why),)
     stop, source = training.stop_after_steps, "training.stop_after_steps"
-    return stop, (Derived(key="stop_step", value=stop, reason=source, sources=(source,)),)
+    return stop, (DerivedValue(key="stop_step", value=stop, reason=source, sources=(source,)),)
 
 
 def derive_warmup_steps(
@@ -257,7 +259,7 @@ def derive_warmup_steps(
     """Return the steps of the linear warmup; a fraction is rounded to the nearest step."""
     steps, why = warmup_length(schedule, total_steps, batches)
     sources = (_length_key(schedule, "warmup"),)
-    return steps, (Derived(key="warmup_steps", value=steps, reason=why, sources=sources),)
+    return steps, (DerivedValue(key="warmup_steps", value=steps, reason=why, sources=sources),)
 
 
 def _length_key(schedule: ScheduleConfig, phase: str) -> str:
@@ -286,13 +288,13 @@ def derive_stable_steps(
         decay_steps=decay,
     )
     return (
-        Derived(
+        DerivedValue(
             key="decay_steps",
             value=decay,
             reason=why,
             sources=(_length_key(schedule, "decay"),),
         ),
-        Derived(
+        DerivedValue(
             key="stable_steps",
             value=min(total_steps, curve.stable_steps),
             reason=f"total_steps {total_steps} - decay_steps {decay}, not before the warmup's end;"
@@ -311,7 +313,9 @@ def derive_shape(
     if isinstance(schedule, WithFloor) and schedule.floor_ratio is None:
         floor, why = floor_ratio(schedule)
         found.append(
-            Derived(key="schedule.floor_ratio", value=floor, reason=why, sources=("schedule.kind",))
+            DerivedValue(
+                key="schedule.floor_ratio", value=floor, reason=why, sources=("schedule.kind",)
+            )
         )
     curve = Curve(
         config=schedule, batches=batches, total_steps=total_steps, warmup_steps=warmup_steps
@@ -319,7 +323,7 @@ def derive_shape(
     turns = spec_of(schedule).turns
     if turns is not None and curve.turns:
         found.append(
-            Derived(
+            DerivedValue(
                 key=turns.key,
                 value=list(curve.turns),
                 reason=f"schedule.kind={schedule.kind}, {turns.why}",
@@ -349,8 +353,8 @@ def _whole_sequences(training: TrainingConfig, tokens: int, data: int) -> tuple[
     return count, why if count == wanted else f"{why}, to the nearest multiple of {shared}"
 
 
-def _derived_length(name: str, value: int, why: str, *sources: str) -> Derived:
-    return Derived(key=f"training.{name}", value=value, reason=why, sources=sources)
+def _derived_length(name: str, value: int, why: str, *sources: str) -> DerivedValue:
+    return DerivedValue(key=f"training.{name}", value=value, reason=why, sources=sources)
 
 
 def divisors(number: int) -> list[int]:

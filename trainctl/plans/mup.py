@@ -32,7 +32,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.model import families
@@ -151,7 +151,7 @@ def base_heads(model: ModelConfig) -> tuple[float, float]:
     return model.num_attention_heads / shrink, key_value_heads(model) / shrink
 
 
-def derived_settings(config: RunConfig) -> Iterator[Derived]:
+def derived_settings(config: RunConfig) -> Iterator[DerivedValue]:
     """Yield the values that muP derives for the model; learning rates are in the optimizer's
     groups.
     """
@@ -161,19 +161,19 @@ def derived_settings(config: RunConfig) -> Iterator[Derived]:
     m = width_factor(model)
     widths = f"model.hidden_size {model.hidden_size} / model.mup_base_width {model.mup_base_width}"
     sources = ("model.hidden_size", "model.mup_base_width")
-    yield Derived(key="mup.width_factor", value=m, reason=f"m = {widths}", sources=sources)
-    yield Derived(
+    yield DerivedValue(key="mup.width_factor", value=m, reason=f"m = {widths}", sources=sources)
+    yield DerivedValue(
         key="mup.hidden_deviation",
         value=model.initializer_range * initial_factor(model, TensorKind.hidden),
         reason=f"of initial hidden matrices: model.initializer_range {model.initializer_range:g}"
         " / sqrt(m)",
         sources=("model.initializer_range",),
     )
-    yield Derived(key="mup.output_multiplier", value=1 / m, reason="of the logits: 1 / m")
+    yield DerivedValue(key="mup.output_multiplier", value=1 / m, reason="of the logits: 1 / m")
     if model.mup_base_head_dim is not None:
         why = f"sqrt(model.mup_base_head_dim {model.mup_base_head_dim}) / head width "
         scale = attention_factor(model) / math.sqrt(head_dim(model))
-        yield Derived(
+        yield DerivedValue(
             key="mup.attention_scale",
             value=scale,
             reason=f"{why}{head_dim(model)}",

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import (
     Accelerator,
     AdaptiveClipping,
@@ -91,7 +91,7 @@ def is_fused(config: RunConfig, hardware: Hardware) -> bool:
     return config.optimizer.fused
 
 
-def implementation_reasons(config: RunConfig, hardware: Hardware) -> Iterator[Derived]:
+def implementation_reasons(config: RunConfig, hardware: Hardware) -> Iterator[DerivedValue]:
     """Yield the optimizer's implementation and fusion where the config does not set them."""
     if not config.trains_itself:
         return
@@ -99,9 +99,11 @@ def implementation_reasons(config: RunConfig, hardware: Hardware) -> Iterator[De
     if made_by is Maker.trainctl:
         needs = f"one element's update needs {spec.needs}, and ZeRO's pieces are cut anywhere"
         why = spec.is_ours_because or needs
-        yield Derived(key="optimizer.made_by", value=made_by.value, reason=why)
+        yield DerivedValue(key="optimizer.made_by", value=made_by.value, reason=why)
     if config.optimizer.fused is None and is_fused(config, hardware):
-        yield Derived(key="optimizer.fused", value=True, reason=f"on {hardware.accelerator.value}")
+        yield DerivedValue(
+            key="optimizer.fused", value=True, reason=f"on {hardware.accelerator.value}"
+        )
 
 
 def optimizer_maker(config: RunConfig, hardware: Hardware) -> Maker:
@@ -136,7 +138,7 @@ def lr_scale(optimizer: OptimizerConfig, batch: Batch) -> float:
     return ratio if optimizer.lr_scaling is LrScaling.linear else sqrt(ratio)
 
 
-def learning_rate_reasons(config: RunConfig, batch: Batch) -> Iterator[Derived]:
+def learning_rate_reasons(config: RunConfig, batch: Batch) -> Iterator[DerivedValue]:
     """Yield the scaled rates with their arithmetic, and adaptive clipping if enabled."""
     optimizer, scale = config.optimizer, lr_scale(config.optimizer, batch)
     if optimizer.lr_scaling is not LrScaling.none:
@@ -154,14 +156,14 @@ def learning_rate_reasons(config: RunConfig, batch: Batch) -> Iterator[Derived]:
         for name, rate in rates.items():
             why = f"optimizer.{name} {rate:g} x {factor}, {source}"
             sources = (f"optimizer.{name}", "optimizer.lr_scaling_batch_size")
-            yield Derived(key=f"peak_{name}", value=rate * scale, reason=why, sources=sources)
+            yield DerivedValue(key=f"peak_{name}", value=rate * scale, reason=why, sources=sources)
     if config.trains_itself and config.gradients.adaptive_clipping is not AdaptiveClipping.none:
         kind = config.gradients.adaptive_clipping.value
         fixed = f"optimizer.gradient_clipping {optimizer.gradient_clipping:g}"
         why = f"decides alone, in place of {fixed}"
         if config.gradients.adaptive_clipping is AdaptiveClipping.mean:
             why = f"decides alone from the second update on, {fixed} for the first"
-        yield Derived(
+        yield DerivedValue(
             key="clip_at",
             value=kind,
             reason=f"gradients.adaptive_clipping={kind} {why}",

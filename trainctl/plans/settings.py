@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import CompileKind, DataType, OffloadDevice, PrecisionConfig, RunConfig
 from trainctl.options.activation_checkpointing import Recomputing, recomputing_section
 from trainctl.options.precision import precision_of
@@ -46,7 +46,7 @@ def is_recomputed(block: int, settings: Recomputing) -> bool:
     return block % settings.every_kth_block == 0
 
 
-def recomputed_blocks(config: RunConfig) -> tuple[Derived, ...]:
+def recomputed_blocks(config: RunConfig) -> tuple[DerivedValue, ...]:
     """Return the number of recomputed blocks; empty if recomputation is off."""
     settings, layers = recomputing_section(config), config.model.num_layers
     if settings is None:
@@ -54,7 +54,7 @@ def recomputed_blocks(config: RunConfig) -> tuple[Derived, ...]:
     count = sum(is_recomputed(block, settings) for block in range(layers))
     which = "all" if settings.every_kth_block == 1 else f"one in {settings.every_kth_block}"
     return (
-        Derived(
+        DerivedValue(
             key="activation_checkpointing.wrapped_blocks",
             value=count,
             reason=f"activation_checkpointing.mode={settings.mode}: {which} of {layers}",
@@ -69,12 +69,12 @@ def auxiliary_loss(config: RunConfig) -> float:
     return own if own is not None else config.model.router_aux_loss_coef or 0.0
 
 
-def expert_reasons(config: RunConfig) -> Iterator[Derived]:
+def expert_reasons(config: RunConfig) -> Iterator[DerivedValue]:
     """Yield the weight of the balancing loss if it comes from the model directory."""
     asked = config.model.router_aux_loss_coef
     if config.experts.auxiliary_loss is None and asked and config.trains_itself:
         why = "router_aux_loss_coef of config.json, whose output_router_logits is true"
-        yield Derived(key="experts.auxiliary_loss", value=asked, reason=why)
+        yield DerivedValue(key="experts.auxiliary_loss", value=asked, reason=why)
 
 
 DETERMINISTIC_VARIABLES = {

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.models.anatomy import Role
 from trainctl.options.adapter import BaseWeights, LowRank, low_rank
@@ -102,7 +102,7 @@ def trainable(config: RunConfig) -> Trainable:
     )
 
 
-def parameter_count_reasons(config: RunConfig) -> tuple[Derived, ...]:
+def parameter_count_reasons(config: RunConfig) -> tuple[DerivedValue, ...]:
     """Return the numbers of trained and of frozen parameters; empty if all are trained."""
     if not is_partial(config) or config.model.is_unread:
         return ()
@@ -112,7 +112,7 @@ def parameter_count_reasons(config: RunConfig) -> tuple[Derived, ...]:
         source = "adapter.kind"
     counts = {"trained": found.trained_elements, "frozen": found.frozen_elements}
     return tuple(
-        Derived(key=f"parameters.{name}", value=value, reason=why, sources=(source,))
+        DerivedValue(key=f"parameters.{name}", value=value, reason=why, sources=(source,))
         for name, value in counts.items()
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 
@@ -154,7 +154,7 @@ class RunPlan(LayoutPlan):
     """Settings of an engine other than DeepSpeed, nested."""
     ramp: tuple[BatchPhase, ...] = ()
     """Batch phases of the run, the last of them with `batch`; empty if the batch is constant."""
-    derived: tuple[Derived, ...] = ()
+    derived: tuple[DerivedValue, ...] = ()
     """Every derived value with its reason."""
     not_yet: tuple[str, ...] = ()
     """Planned techniques that cannot be trained with yet, in words; `launch` refuses such a

@@ -32,7 +32,7 @@ from trainctl.readers.files import (
 )
 from trainctl.readers.quality import HELD_OUT, decontamination_sections, filters_of
 from trainctl.readers.remote import File
-from trainctl.readers.stream import Damaged, is_compressed, uncompressed_name
+from trainctl.readers.stream import DamagedFile, is_compressed, uncompressed_name
 
 UNNAMED = "TC074"
 MISSING = "TC115"
@@ -232,7 +232,7 @@ def _read_problem(file: File, data: DataConfig, look: Look) -> FileProblem | Non
     except OSError as error:
         why = error.strerror or "not read"
         return FileProblem(MISSING, why, f"cannot read {file}: {why}", "")
-    except Damaged as error:
+    except DamagedFile as error:
         return FileProblem(BINARY, error.hint, error.message, error.hint)
     except TrainctlError as error:  # a missing package, or no answer
         return FileProblem(

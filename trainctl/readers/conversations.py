@@ -35,7 +35,7 @@ _MAY_FOLLOW = {
     "tool": ("tool", "assistant"),
 }
 """Roles that may follow a role; the empty role stands for the start of the conversation."""
-_OF_SHAREGPT = {
+_SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
     "user": "user",
@@ -153,9 +153,9 @@ def _read_sharegpt(record: Record) -> list[Any]:
             messages.append(dict(each))
             continue
         who = each.get("from") if isinstance(each, Mapping) else None
-        if not isinstance(who, str) or who not in _OF_SHAREGPT:
+        if not isinstance(who, str) or who not in _SHAREGPT_ROLES:
             raise BadConversation(f"a turn is from {who!r}, which is nobody that is known")
-        messages.append({"role": _OF_SHAREGPT[who], "content": each.get("value")})
+        messages.append({"role": _SHAREGPT_ROLES[who], "content": each.get("value")})
     return messages
 
 

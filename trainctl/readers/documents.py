@@ -227,7 +227,7 @@ SILENT_SECONDS = 30.0
 """Seconds without a document before a notice, and between two notices."""
 
 
-class _Watch:
+class _StallWatch:
     """Files that this process waits for, and the thread that watches while there are any."""
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class _Watch:
                     )
 
 
-_watch = _Watch()
+_watch = _StallWatch()
 os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # its thread is not there
 
 

@@ -32,9 +32,9 @@ READ_TIMEOUT_SECONDS = 60.0
 """Seconds without data after which an attempt over HTTP or S3 fails."""
 _READ_BYTES = 1 << 20
 """Minimum bytes per request."""
-_FINAL = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_PERMANENT_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Errors that are not retried."""
-_OF_THE_URL = (
+_URL_ERRORS = (
     AttributeError,
     FileNotFoundError,
     IsADirectoryError,
@@ -277,7 +277,7 @@ def call_with_retries(
             if at is None and _is_of_the_url(error):
                 raise _no_such_error(url, why) from None
             is_missing_library = at is None and type(error) is OSError and error.errno is None
-            if isinstance(error, _FINAL) or is_missing_library:
+            if isinstance(error, _PERMANENT_ERRORS) or is_missing_library:
                 raise _unreadable_error(url, why, "") from None
         if number < ATTEMPTS:
             notify(
@@ -296,7 +296,7 @@ def call_with_retries(
 def _is_of_the_url(error: Exception) -> bool:
     """Whether an error means that the file system cannot handle the URL."""
     of_archives = ("BadZipFile", "ReadError")  # raised by zipfile and tarfile
-    return type(error) in _OF_THE_URL or type(error).__name__ in of_archives
+    return type(error) in _URL_ERRORS or type(error).__name__ in of_archives
 
 
 def _no_such_error(url: str, why: str) -> TrainctlError:

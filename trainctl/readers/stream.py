@@ -41,7 +41,7 @@ Step = tuple[bytes, bytes, bool]
 """Decompressed bytes, the remaining compressed bytes, and whether the stream has ended."""
 
 
-class Damaged(TrainctlError):
+class DamagedFile(TrainctlError):
     """A file that is malformed, truncated, or expands beyond all bounds."""
 
 
@@ -50,7 +50,7 @@ def open_decompressed(file: File) -> BinaryIO:
 
     Raises:
         OSError: It cannot be opened.
-        Damaged: While reading.
+        DamagedFile: While reading.
         TrainctlError: The package that decompresses it is missing.
     """
     stream = file.open("rb")
@@ -223,7 +223,7 @@ class _DecompressedStream(io.RawIOBase):
             if found:
                 return found
             if is_over and self._within:
-                raise Damaged(
+                raise DamagedFile(
                     f"{self._name} is cut off: its {self._kind} stream has no end after "
                     f"{self._bytes_in:,} bytes, {self._bytes_out:,} unpacked",
                     hint="fetch or write it again",
@@ -244,8 +244,8 @@ class _DecompressedStream(io.RawIOBase):
         self._within = True
         return True
 
-    def _broken_error(self, error: Exception) -> Damaged:
-        return Damaged(
+    def _broken_error(self, error: Exception) -> DamagedFile:
+        return DamagedFile(
             f"{self._name} is damaged: its {self._kind} stream breaks within the first "
             f"{self._bytes_in:,} bytes ({error})",
             hint="fetch or write it again",
@@ -253,7 +253,7 @@ class _DecompressedStream(io.RawIOBase):
 
     def _refuse_growth(self) -> None:
         if self._bytes_out > max(ALWAYS_ALLOWED, MOST_GROWTH * self._bytes_in):
-            raise Damaged(
+            raise DamagedFile(
                 f"{self._name} is no text: {self._bytes_in:,} bytes become more than "
                 f"{self._bytes_out:,} when they are unpacked",
                 hint="leave it out of data.paths, or unpack it yourself",

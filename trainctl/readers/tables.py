@@ -26,7 +26,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers.check import BAD_TEXT, TEXT_KEY, FileProblem
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.remote import File, import_optional
-from trainctl.readers.stream import Damaged
+from trainctl.readers.stream import DamagedFile
 
 ROWS = 256
 """Rows converted to Python at once."""
@@ -43,7 +43,7 @@ def require_texts(schema: Any, file: File, column: str) -> None:
     """Refuse a file whose schema lacks the column, or has it twice or without text.
 
     Raises:
-        NoColumn: Names the columns that are there.
+        NoTextColumn: Names the columns that are there.
     """
     kinds = {field.name: field.type for field in schema}
     twice = {name for name in kinds if schema.names.count(name) > 1}
@@ -54,7 +54,7 @@ def require_texts(schema: Any, file: File, column: str) -> None:
         f"{n!r} twice" if n in twice else repr(n) if n in texts else f"{n!r} ({kind})"
         for n, kind in kinds.items()
     ]
-    raise NoColumn(file, column, columns, texts)
+    raise NoTextColumn(file, column, columns, texts)
 
 
 def _is_text_type(kind: Any) -> bool:
@@ -118,7 +118,7 @@ def row_records(batch: Any) -> Iterator[list[dict[str, Any]]]:
 
 @contextmanager
 def convert_table_errors(file: File, what: str) -> Iterator[None]:
-    """Convert pyarrow's errors to `Damaged` within this context.
+    """Convert pyarrow's errors to `DamagedFile` within this context.
 
     Args:
         what: Expected format of the file, such as ``Parquet``.
@@ -129,12 +129,12 @@ def convert_table_errors(file: File, what: str) -> Iterator[None]:
     except (package.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise Damaged(
+        raise DamagedFile(
             f"{file} is no {what}, or cut off or damaged: {_first_line(error)}",
             hint="fetch or write it again",
         ) from None
     except (ValueError, OverflowError) as error:  # Python has no such date, name or duration
-        raise Damaged(
+        raise DamagedFile(
             f"{file} has values that cannot be read: {_first_line(error)}",
             hint="write it again without them",
         ) from None
@@ -153,7 +153,7 @@ _ROWS_READ = 20
 """Rows of each file that are read before the start."""
 
 
-class NoColumn(TrainctlError):
+class NoTextColumn(TrainctlError):
     """A file without a column of texts named by `data.text_key`.
 
     Args:
@@ -201,12 +201,12 @@ def schema_problem(
     try:
         for _ in read_in_process(look, file, section.text_key):
             pass
-    except NoColumn as error:
+    except NoTextColumn as error:
         return _no_column(error)
     return None
 
 
-def _no_column(error: NoColumn) -> FileProblem:
+def _no_column(error: NoTextColumn) -> FileProblem:
     return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.text_key")
 
 
@@ -217,10 +217,10 @@ def first_problem(
     try:
         for _ in islice(read(Reader(section), file), _ROWS_READ):
             pass
-    except NoColumn as error:
+    except NoTextColumn as error:
         return _no_column(error)
     except TrainctlError as error:
-        if isinstance(error, Damaged) or error.exit_code is not ExitCode.bad_input:
+        if isinstance(error, DamagedFile) or error.exit_code is not ExitCode.bad_input:
             raise
         return FileProblem(BAD_TEXT, error.hint, error.message, error.hint, "data.on_bad_text")
     return None
@@ -284,7 +284,7 @@ def read_in_process(
         function: A module-level function, which pickle finds by its name.
 
     Raises:
-        Damaged: The file crashed the process.
+        DamagedFile: The file crashed the process.
         TrainctlError: Raised by the function; or something else ended the process (exit code 4).
     """
     process = _idle.pop(os.getpid(), None)
@@ -316,7 +316,7 @@ def read_in_process(
 
 def _exit_error(file: File, code: int) -> TrainctlError:
     if -code in _CRASHES:
-        return Damaged(
+        return DamagedFile(
             f"{file} is damaged: the process that read it died by {signal.Signals(-code).name}",
             hint="fetch or write it again",
         )

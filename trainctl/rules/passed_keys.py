@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plans.deepspeed import BATCH_KEYS, nest_settings
@@ -234,7 +234,7 @@ OPTIONS = {"zero_stage.stage": "zero_stage", "optimizer.kind": "optimizer"}
 class PlanNames(Names):
     """Names for a plan's JSON: the config keys that its keys are derived from, as typed."""
 
-    def __init__(self, config: RunConfig, passed: Sequence[Derived] = ()) -> None:
+    def __init__(self, config: RunConfig, passed: Sequence[DerivedValue] = ()) -> None:
         self._config = config
         self._passed = [setting.key for setting in passed]
 
@@ -263,8 +263,8 @@ def plan_json_case(
     config: RunConfig,
     hardware: Hardware,
     mesh: Mesh | None,
-    settings: Sequence[Derived],
-    passed: Sequence[Derived] = (),
+    settings: Sequence[DerivedValue],
+    passed: Sequence[DerivedValue] = (),
 ) -> Case:
     """Build the case of a plan's JSON, as the common rules check it.
 

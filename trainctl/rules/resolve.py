@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import RunConfig
 from trainctl.config.sections import callbacks_of
 from trainctl.errors import Finding
@@ -128,14 +128,14 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     return Resolution(plan=plan, findings=findings)
 
 
-def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
+def _format_reasons(config: RunConfig) -> tuple[DerivedValue, ...]:
     """Return the number formats that follow from `precision.compute` or from the engine."""
     used, always = number_formats(config.precision), engine_of(config).gradients
     why, source = f"precision.compute={config.precision.compute}", "precision.compute"
     if always is not None:
         why, source = f"engine.kind={config.engine.kind}, whatever the weights are", "engine.kind"
     return tuple(
-        Derived(
+        DerivedValue(
             key=f"precision.{name}",
             value=(always or getattr(used, name)).value,
             reason=why if always else f"the format of the weights under {why}",
@@ -146,7 +146,7 @@ def _format_reasons(config: RunConfig) -> tuple[Derived, ...]:
     )
 
 
-def _check_plan_json(case: Case, settings: Sequence[Derived]) -> Iterator[Finding]:
+def _check_plan_json(case: Case, settings: Sequence[DerivedValue]) -> Iterator[Finding]:
     """Yield what DeepSpeed would refuse or misread in the JSON of a plan.
 
     A finding about a key of the user's `deepspeed` section names it there. An error about another
@@ -163,7 +163,7 @@ def _check_plan_json(case: Case, settings: Sequence[Derived]) -> Iterator[Findin
             yield replace(finding, key=_comes_from(finding.key, settings))
 
 
-def _comes_from(key: str, settings: Sequence[Derived]) -> str:
+def _comes_from(key: str, settings: Sequence[DerivedValue]) -> str:
     """Return the config key that a JSON key is derived from; empty if there is none."""
     near = (setting for setting in settings if keys_overlap(key, setting.key))
     return next((setting.sources[0] for setting in near if setting.sources), "")

@@ -25,7 +25,7 @@ from trainctl.runs.records import Event, events_from_end
 _TAIL_BYTES = 1 << 20
 """Part of the records that is read: attempts that failed at their start leave a few lines each."""
 
-_WORKED = ("step", "end", "program")
+_PROGRESS_RECORDS = ("step", "end", "program")
 """Kinds of records that show that an attempt got going (`program`: a user's program)."""
 
 _OF_THE_MACHINE = (Cause.lost_node.value, Cause.disk_full.value)
@@ -112,7 +112,7 @@ def _failure_at_start(records: Iterable[Event]) -> str | None:
     launched = False
     for event in records:
         launched |= event["event"] == "launch"
-        if event["event"] in _WORKED:
+        if event["event"] in _PROGRESS_RECORDS:
             return None
         if event["event"] == "failure" and found is None and not _is_the_machines(event):
             found = describe_failure(event)
@@ -139,7 +139,10 @@ def ignored_config_findings(run: RunPaths, standing: EffectiveAttempt | None) ->
 
     `standing` names the attempt that was taken and those passed over; None if the user chose one.
     """
-    return [*_edited(run), *(_failed(run, standing) if standing is not None else ())]
+    return [
+        *_edited_findings(run),
+        *(_failed_at_start_findings(run, standing) if standing is not None else ()),
+    ]
 
 
 def changes_text(changes: Sequence[Change]) -> str:
@@ -147,16 +150,17 @@ def changes_text(changes: Sequence[Change]) -> str:
     secrets.
     """
     return ", ".join(
-        f"{change.key}: {_shown(change.key, change.left)} -> {_shown(change.key, change.right)}"
+        f"{change.key}: {_shown_value(change.key, change.left)} -> "
+        f"{_shown_value(change.key, change.right)}"
         for change in changes
     )
 
 
-def _shown(key: str, value: Any) -> str:
+def _shown_value(key: str, value: Any) -> str:
     return redact_setting(f"{key}={to_plain(value)}").partition("=")[2]
 
 
-def _edited(run: RunPaths) -> list[Finding]:
+def _edited_findings(run: RunPaths) -> list[Finding]:
     hint = f"give it as an override: trainctl resume {run.root}"
     try:
         changes = edited_by_hand(run)
@@ -166,7 +170,7 @@ def _edited(run: RunPaths) -> list[Finding]:
     if not changes:
         return []
     overrides = " ".join(
-        f"{change.key}={_shown(change.key, change.right)}" for change in changes[:4]
+        f"{change.key}={_shown_value(change.key, change.right)}" for change in changes[:4]
     )
     message = (
         f"{run.config} was edited after the run was made, which has no effect: "
@@ -175,7 +179,7 @@ def _edited(run: RunPaths) -> list[Finding]:
     return [_warning(EDITED, message, f"{hint} {overrides}")]
 
 
-def _failed(run: RunPaths, standing: EffectiveAttempt) -> list[Finding]:
+def _failed_at_start_findings(run: RunPaths, standing: EffectiveAttempt) -> list[Finding]:
     found = []
     taken = config_of(run, standing.number) if standing.failed else None
     for number, how in standing.failed.items():

@@ -10,7 +10,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import (
     checkpoint_folders,
-    examine,
+    examine_checkpoints,
     list_checkpoints,
     manifest_run_id,
     newest_checkpoint,
@@ -45,7 +45,7 @@ def choose_checkpoint(
     if step is not None and best:
         raise TrainctlError("--step and --best name two checkpoints", hint="leave one of them out")
     for path in _candidates(run, step=step, best=best):
-        problems = verify(run, path, progress)
+        problems = verify_checkpoint(run, path, progress)
         if not problems:
             return path
         if step is not None:
@@ -57,7 +57,9 @@ def choose_checkpoint(
 def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
     """Return the checkpoint folders in the order to try them."""
     if step is not None or not best:
-        return [path for _, path in reversed(select(run, None if step is None else [step]))]
+        return [
+            path for _, path in reversed(select_checkpoints(run, None if step is None else [step]))
+        ]
     metric = config_of(run).checkpoint.best_of or "loss"
     found = [info for alone in (False, True) for info in list_checkpoints(run, weights_only=alone)]
     scored = [info for info in found if metric in info.metrics]
@@ -70,7 +72,7 @@ def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
     return [info.path for info in sorted(scored, key=lambda info: info.metrics[metric])]
 
 
-def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int, Path]]:
+def select_checkpoints(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int, Path]]:
     """Return step and path of the checkpoints of these steps, or of all, oldest first.
 
     Damaged and weights-only checkpoints are included; the latter come before the full checkpoint
@@ -94,7 +96,7 @@ def select(run: RunPaths, steps: Sequence[int] | None = None) -> list[tuple[int,
     return [item for item in folders if steps is None or item[0] in steps]
 
 
-def verify(run: RunPaths, path: Path, progress: Progress) -> list[str]:
+def verify_checkpoint(run: RunPaths, path: Path, progress: Progress) -> list[str]:
     """Read every byte of a checkpoint and return its problems; empty if it is intact."""
     try:
         manifest = read_manifest(path, manifest_run_id(run))
@@ -118,9 +120,12 @@ def require_another(run: RunPaths, doomed: Sequence[Path], progress: Progress) -
         TrainctlError: None would be left (exit code 5).
     """
     full = [path for _, path in reversed(checkpoint_folders(run))]
-    if any(not verify(run, path, progress) for path in full if path not in doomed):
+    if any(not verify_checkpoint(run, path, progress) for path in full if path not in doomed):
         return
-    last = next((path for path in full if path in doomed and not verify(run, path, progress)), None)
+    last = next(
+        (path for path in full if path in doomed and not verify_checkpoint(run, path, progress)),
+        None,
+    )
     if last is not None:
         raise TrainctlError(
             f"{last.name} is the last intact checkpoint of {run.root}",
@@ -146,14 +151,16 @@ def require_no_checkpoint(run: RunPaths) -> None:
 
 def describe_checkpoints(run: RunPaths) -> list[dict[str, Any]]:
     """Return the facts of each checkpoint, oldest first; a damaged one comes with its problem."""
-    full = examine(run)
+    full = examine_checkpoints(run)
     infos = [look.info for look in full if look.info is not None]
     metric = config_of(run).checkpoint.best_of or "loss"
     scored = [info for info in infos if metric in info.metrics]
     best = min(scored, key=lambda info: info.metrics[metric]) if scored else None
     newest = infos[-1] if infos else None
     rows = []
-    for look in sorted([*examine(run, weights_only=True), *full], key=lambda look: look.step):
+    for look in sorted(
+        [*examine_checkpoints(run, weights_only=True), *full], key=lambda look: look.step
+    ):
         info = look.info
         rows.append(
             {

@@ -32,7 +32,7 @@ PhaseHook = Callable[[str], None]
 """Called with each phase of a save as it begins: a hook for tests that kill the process there."""
 
 
-def _unwatched(phase: str) -> None:
+def _ignore_phase(phase: str) -> None:
     """Do nothing: the default hook."""
 
 
@@ -112,9 +112,9 @@ def archive_later_checkpoints(run: RunPaths, step: int, *, attempt: int) -> list
     aside = archive_later_weights(run, step, attempt=attempt)
     for number, path in reversed(checkpoint_folders(run)):
         if number > step:
-            aside.append(_leave(path, attempt))
+            aside.append(_move_aside(path, attempt))
         elif number == step:
-            _point(run, LATEST, path)
+            _update_link(run, LATEST, path)
     if not checkpoint_folders(run):
         for pointer in (LATEST, BEST):
             (run.checkpoints / pointer).unlink(missing_ok=True)
@@ -128,23 +128,23 @@ def archive_later_weights(run: RunPaths, step: int, *, attempt: int) -> list[Pat
     The attempt that resumes from `step` may not save them again.
     """
     later = [path for at, path in checkpoint_folders(run, weights_only=True) if at > step]
-    return [_leave(path, attempt) for path in reversed(later)]
+    return [_move_aside(path, attempt) for path in reversed(later)]
 
 
-def _leave(path: Path, attempt: int) -> Path:
+def _move_aside(path: Path, attempt: int) -> Path:
     return path.rename(path.with_name(f"{path.name}.before-attempt-{attempt}"))
 
 
 def list_checkpoints(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointInfo]:
     """Return the whole checkpoints of the run, or its weights-only checkpoints, oldest first."""
-    looks = examine(run, weights_only=weights_only)
+    looks = examine_checkpoints(run, weights_only=weights_only)
     return [look.info for look in looks if look.info is not None]
 
 
 def newest_checkpoint(run: RunPaths) -> tuple[CheckpointInfo | None, list[str]]:
     """Return the newest whole checkpoint, and the problem of each newer folder."""
     passed_over: list[str] = []
-    for look in reversed(examine(run)):
+    for look in reversed(examine_checkpoints(run)):
         if look.info is not None:
             return look.info, passed_over
         passed_over.append(look.problem)
@@ -162,7 +162,7 @@ def checkpoint_folders(run: RunPaths, *, weights_only: bool = False) -> list[tup
     return sorted(found)
 
 
-def examine(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointStatus]:
+def examine_checkpoints(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointStatus]:
     """Check every folder with a checkpoint's name, whole or not, oldest first."""
     run_id = manifest_run_id(run)
     looks = []
@@ -187,8 +187,8 @@ def examine(run: RunPaths, *, weights_only: bool = False) -> list[CheckpointStat
     return looks
 
 
-def commit(
-    run: RunPaths, step: int, reached: PhaseHook = _unwatched, *, weights_only: bool = False
+def commit_checkpoint(
+    run: RunPaths, step: int, reached: PhaseHook = _ignore_phase, *, weights_only: bool = False
 ) -> Path:
     """Rename a complete temporary checkpoint to its final name, then update the `latest` pointer.
 
@@ -212,12 +212,12 @@ def commit(
     sync_directory(run.checkpoints)
     if not weights_only:
         reached("pointer")
-        _point(run, LATEST, final)
+        _update_link(run, LATEST, final)
     return final
 
 
-def rotate(
-    run: RunPaths, *, keep: int, best_of: str | None, reached: PhaseHook = _unwatched
+def rotate_checkpoints(
+    run: RunPaths, *, keep: int, best_of: str | None, reached: PhaseHook = _ignore_phase
 ) -> list[Path]:
     """Delete whole checkpoints, except the newest `keep`, the best, and those with a `kept_for`.
 
@@ -243,7 +243,7 @@ def rotate(
         if scored:
             best = min(scored, key=lambda info: info.metrics[best_of])
             kept.add(best.path)
-            _point(run, BEST, best.path)
+            _update_link(run, BEST, best.path)
     removed = [info.path for info in checkpoints if info.path not in kept]
     for path in removed:
         _remove(path, reached)
@@ -251,7 +251,7 @@ def rotate(
 
 
 def rotate_weights(
-    run: RunPaths, *, keep: int | None, reached: PhaseHook = _unwatched
+    run: RunPaths, *, keep: int | None, reached: PhaseHook = _ignore_phase
 ) -> list[Path]:
     """Delete all but the newest `keep` weights-only checkpoints; None keeps all.
 
@@ -268,7 +268,7 @@ def rotate_weights(
     return removed
 
 
-def delete(run: RunPaths, path: Path) -> None:
+def delete_checkpoint(run: RunPaths, path: Path) -> None:
     """Delete one checkpoint and update the pointers. Hold the run's lock.
 
     Raises:
@@ -277,7 +277,7 @@ def delete(run: RunPaths, path: Path) -> None:
     _remove(path)
     newest, _ = newest_checkpoint(run)
     if newest is not None:
-        _point(run, LATEST, newest.path)
+        _update_link(run, LATEST, newest.path)
     else:
         (run.checkpoints / LATEST).unlink(missing_ok=True)
     best = run.checkpoints / BEST
@@ -285,7 +285,7 @@ def delete(run: RunPaths, path: Path) -> None:
         best.unlink()
 
 
-def _remove(path: Path, reached: PhaseHook = _unwatched) -> None:
+def _remove(path: Path, reached: PhaseHook = _ignore_phase) -> None:
     """Delete a checkpoint, renamed first, so that an interrupted deletion leaves none."""
     doomed = files.temporary_path(path, "removed")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -294,7 +294,7 @@ def _remove(path: Path, reached: PhaseHook = _unwatched) -> None:
     shutil.rmtree(doomed)
 
 
-def _point(run: RunPaths, pointer: str, path: Path) -> None:
+def _update_link(run: RunPaths, pointer: str, path: Path) -> None:
     """Update a pointer. It is a convenience, so a failure (a full disk) is only printed."""
     try:
         write_text(run.checkpoints / pointer, path.name + "\n")

@@ -20,7 +20,7 @@ from trainctl.config.secrets import resolve_words
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE, RunTag, die_with_parent
-from trainctl.runs.provenance import redact
+from trainctl.runs.provenance import redact_environment
 
 COMMAND_SCHEMA = 1
 """Version of `command.json`."""
@@ -76,7 +76,7 @@ def command_record(command: AttemptCommand) -> dict[str, Any]:
     """Return the command as plain JSON, with values of possibly secret variables redacted."""
     record: dict[str, Any] = to_plain(command)
     for node in record["nodes"]:
-        node["environment"] = redact(node["environment"], command.hidden)
+        node["environment"] = redact_environment(node["environment"], command.hidden)
     return record
 
 
@@ -99,7 +99,7 @@ BENCHMARK_VARIABLE = "TRAINCTL_BENCHMARK"
 def main() -> None:
     """Execute the rank's command; exit with 127, as a shell does, if it cannot be started."""
     ignore_scheduler_sigterm()
-    attempt = begin()
+    attempt = begin_rank()
     started = read_command(attempt)
     command = started.rank_command
     if started.is_users:
@@ -121,7 +121,7 @@ def ignore_scheduler_sigterm() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def begin() -> AttemptPaths:
+def begin_rank() -> AttemptPaths:
     """Tie this process to the agent, open its log, bind its CPU cores; return the attempt."""
     die_with_parent()
     tag = RunTag.from_environment(os.environ)

@@ -31,7 +31,7 @@ from trainctl.runs.files import (
     write_text,
 )
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 
 RUN_SCHEMA = 1
 """Version of `run.json`."""
@@ -85,7 +85,7 @@ def create_run(
         "folder": str(folder.resolve()),
         "git": git,
         "trainctl": provenance.own_checkout(),
-        "machine": provenance.machine(),
+        "machine": provenance.machine_facts(),
         "environment": provenance.environment_record(
             os.environ, config.launcher.forward_environment
         ),
@@ -298,7 +298,7 @@ def remove_run(run: RunPaths) -> None:
         TrainctlError: The run is in use (exit code 5).
         OSError: Something in it cannot be removed.
     """
-    with hold(run, patience_seconds=0):
+    with hold_lock(run, patience_seconds=0):
         run.record.unlink()
         for path in run.root.iterdir():
             if path.is_dir() and not path.is_symlink():

@@ -111,7 +111,7 @@ def is_lost_peer(error: str) -> bool:
     return cause_of(1, error).is_consequence
 
 
-def describe(
+def describe_exit(
     return_code: int,
     log: Path,
     *,

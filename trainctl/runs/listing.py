@@ -14,7 +14,7 @@ from trainctl.errors import TrainctlError
 from trainctl.runs.checkpoints import checkpoint_folders, newest_checkpoint
 from trainctl.runs.directory import last_attempt, read_record
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.lock import Holder, holder
+from trainctl.runs.lock import Holder, find_holder
 from trainctl.runs.records import events_from_end
 from trainctl.runs.status import SchedulerJob, State, Status, read_job, read_status
 
@@ -101,14 +101,14 @@ class RunSummary:
         }
 
 
-def summarise(run: RunPaths) -> RunSummary:
+def summarise_run(run: RunPaths) -> RunSummary:
     """Return the summary of a run. Reads only the end of its records.
 
     Raises:
         TrainctlError: `run.json` is damaged (exit code 5).
     """
     created = float(read_record(run)["created"])
-    now_holds = holder(run)
+    now_holds = find_holder(run)
     status = read_status(run)
     number = last_attempt(run)
     attempt = run.attempt(number)
@@ -166,12 +166,12 @@ def _missing_records(run: RunPaths, plan: dict[str, Any], status: Status | None,
     return f"they end at step {step:,}, and the run finished"
 
 
-def summaries(runs: list[RunPaths]) -> list[RunSummary]:
+def summarise_runs(runs: list[RunPaths]) -> list[RunSummary]:
     """Return the summaries of several runs; a run that is removed meanwhile is left out."""
     found = []
     for run in runs:
         with suppress(TrainctlError):
-            found.append(summarise(run))
+            found.append(summarise_run(run))
     return found
 
 

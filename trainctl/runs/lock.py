@@ -26,7 +26,7 @@ _held: dict[str, int] = {}
 
 _CLEANUP_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
-"""Longest time that `holder` locks the file, or that a new holder is not written in yet."""
+"""Longest time that `find_holder` locks the file, or that a new holder is not written in yet."""
 
 _POLL_SECONDS = 0.1
 
@@ -42,7 +42,7 @@ class Holder:
 
 
 @contextmanager
-def hold(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterator[int]:
+def hold_lock(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterator[int]:
     """Hold the run's lock, and yield its descriptor, for agents to inherit.
 
     Within one process it may be taken again while it is held.
@@ -80,7 +80,7 @@ def inherit_lock(run: RunPaths, descriptor: int) -> Iterator[int]:
     The process that took it may end: this one has held the lock from its start.
 
     Args:
-        descriptor: Descriptor from the parent's `hold`.
+        descriptor: Descriptor from the parent's `hold_lock`.
     """
     try:
         with _written_in(str(run.lock), descriptor):
@@ -110,7 +110,7 @@ def name_holder(descriptor: int, pid: int) -> None:
     os.pwrite(descriptor, json.dumps(record).encode() + b"\n", 0)
 
 
-def holder(run: RunPaths) -> Holder | None:
+def find_holder(run: RunPaths) -> Holder | None:
     """Return the process that holds the run's lock now; None if it is free.
 
     A holder that cannot be read (it is writing itself in, or is another user's) has pid 0.
@@ -150,11 +150,11 @@ def _acquire(run: RunPaths, descriptor: int, patience_seconds: float) -> None:
             ) from None
         is_here = current.host == socket.gethostname()
         is_dead = is_here and not is_alive(current.pid)
-        # The file may name a launch that was killed on another machine, while a call of `holder`
-        # briefly has the lock. Only a launch of this machine is known to hold it.
+        # The file may name a launch that was killed on another machine, while
+        # `find_holder` briefly has the lock. Only a launch of this machine is known to hold it.
         patience = patience_seconds if is_dead else 0.0 if is_here else _LOOK_SECONDS
         if time.monotonic() - start >= patience:
-            raise _in_use(run, current, is_dead)
+            raise _in_use_error(run, current, is_dead)
         if is_dead and not is_said:
             is_said = True
             print(
@@ -173,7 +173,7 @@ def _read(descriptor: int) -> Holder:
         return Holder(0, "", 0.0)
 
 
-def _in_use(run: RunPaths, current: Holder, is_dead: bool) -> TrainctlError:
+def _in_use_error(run: RunPaths, current: Holder, is_dead: bool) -> TrainctlError:
     if is_dead:
         message = f"{run.root}: processes of an ended launch (process {current.pid}) are still here"
         hint = "they may be stuck in the kernel; look for its id in /proc/*/environ"

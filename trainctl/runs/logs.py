@@ -43,15 +43,15 @@ def logs_of(attempt: AttemptPaths, ranks: Sequence[int] = ()) -> list[Log]:
         if f"{name}.log" in names:
             found.append(Log(attempt.logs / f"{name}.log", name))
     for number in [] if ranks else _numbers(names, "agent"):
-        found.append(Log(attempt.agent_log(number), f"agent {number}{_on(hosts, number)}"))
+        found.append(Log(attempt.agent_log(number), f"agent {number}{_host_suffix(hosts, number)}"))
     for rank in _numbers(names, "rank"):
         if not ranks or rank in ranks:
-            where = _on(hosts, rank // per_node) if per_node else ""
+            where = _host_suffix(hosts, rank // per_node) if per_node else ""
             found.append(Log(attempt.rank_log(rank), f"rank {rank}{where}"))
     return found
 
 
-def tails(logs: Sequence[Log], lines: int) -> Iterator[tuple[Log, list[str]]]:
+def tail_logs(logs: Sequence[Log], lines: int) -> Iterator[tuple[Log, list[str]]]:
     """Yield the last lines of each log that has any."""
     for log in logs:
         tail = log_tail(log.path, lines)
@@ -114,7 +114,7 @@ def _places(attempt: AttemptPaths) -> tuple[dict[int, str], int]:
     return {node.node: node.host for node in command.nodes}, command.ranks_per_node
 
 
-def _on(hosts: dict[int, str], node: int) -> str:
+def _host_suffix(hosts: dict[int, str], node: int) -> str:
     return f" on {hosts[node]}" if hosts.get(node) else ""
 
 

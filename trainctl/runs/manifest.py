@@ -75,7 +75,7 @@ def read_manifest(path: Path, run_id: str | None = None) -> dict[str, Any]:
             is not there with its size; says which.
     """
     try:
-        manifest = json.loads(_content(path / MANIFEST), parse_constant=_refuse)
+        manifest = json.loads(_read_content(path / MANIFEST), parse_constant=_refuse)
         if not isinstance(manifest, dict):
             raise ValueError("no JSON object")
         claimed, actual = manifest.pop(DIGEST, None), digest(manifest)
@@ -121,7 +121,7 @@ def _check_place(path: Path, manifest: Mapping[str, Any], run_id: str | None) ->
         )
 
 
-def _content(file: Path) -> bytes:
+def _read_content(file: Path) -> bytes:
     """Return the content of the manifest.
 
     Raises for anything but a regular file (reading a pipe may block) and for one that is too large.
@@ -187,7 +187,7 @@ def _verify_file(file: Path, checksum: str, fragments: Iterable[Mapping[str, Any
             stream.seek(0)
             length = int.from_bytes(stream.read(8), "little")
             tensors = json.loads(stream.read(min(length, LARGEST_HEADER)))
-            return _misplaced(file, fragments, _numels(tensors))
+            return _misplaced_range(file, fragments, _numels(tensors))
     except OSError as error:
         return f"{file.name} cannot be read ({error.strerror})"
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
@@ -199,7 +199,9 @@ def _numels(header: Mapping[str, Any]) -> dict[str, int]:
     return {name: int(tensor["shape"][0]) for name, tensor in header.items() if tensor["shape"]}
 
 
-def _misplaced(file: Path, fragments: Iterable[Mapping[str, Any]], numels: dict[str, int]) -> str:
+def _misplaced_range(
+    file: Path, fragments: Iterable[Mapping[str, Any]], numels: dict[str, int]
+) -> str:
     """Return the first range of the manifest that the file's tensors do not hold, if any."""
     for fragment in fragments:
         if "key" in fragment:  # a buffer, which is a tensor by itself
@@ -256,169 +258,169 @@ def _require(name: str, value: Any, check: Check) -> None:
         raise ValueError(f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}")
 
 
-def _count(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _LARGEST
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     if type(value) is int:
         return abs(value) <= _LARGEST
     return type(value) is float and math.isfinite(value)
 
 
-def _text(value: Any) -> bool:
+def _is_text(value: Any) -> bool:
     """Return True for a string without control characters, which a terminal can show."""
     return type(value) is str and (value == "" or value.isprintable())
 
 
-def _flag(value: Any) -> bool:
+def _is_flag(value: Any) -> bool:
     return type(value) is bool
 
 
-def _many(check: Check) -> Check:
+def _list_of(check: Check) -> Check:
     return lambda value: type(value) is list and all(map(check, value))
 
 
-def _named(check: Check) -> Check:
+def _mapping_of(check: Check) -> Check:
     return lambda value: (
-        type(value) is dict and all(map(_text, value)) and all(map(check, value.values()))
+        type(value) is dict and all(map(_is_text, value)) and all(map(check, value.values()))
     )
 
 
-def _either_none_or(*names: str) -> Check:
+def _empty_or_has(*names: str) -> Check:
     """Return a check for an empty mapping, or a mapping of numbers with at least these names."""
-    numbers = _named(_number)
+    numbers = _mapping_of(_is_number)
     return lambda value: value == {} or (numbers(value) and set(names) <= value.keys())
 
 
-def _states(value: Any) -> bool:
-    return _many(_text)(value) and "master" in value
+def _is_list_of_states(value: Any) -> bool:
+    return _list_of(_is_text)(value) and "master" in value
 
 
-def _file(value: Any) -> bool:
+def _is_file(value: Any) -> bool:
     return (
         type(value) is dict
-        and _file_name(value.get("name"))
-        and _count(value.get("bytes"))
-        and _text(value.get("sha256"))
+        and _is_file_name(value.get("name"))
+        and _is_count(value.get("bytes"))
+        and _is_text(value.get("sha256"))
     )
 
 
-def _file_name(value: Any) -> bool:
+def _is_file_name(value: Any) -> bool:
     """Return True for a plain file name, which cannot lead out of its folder."""
-    return _text(value) and "/" not in value and value not in ("", ".", "..")
+    return _is_text(value) and "/" not in value and value not in ("", ".", "..")
 
 
-def _fragment(value: Any) -> bool:
+def _is_fragment(value: Any) -> bool:
     return (
         type(value) is dict
-        and all(_text(value.get(name)) for name in ("parameter", "file"))
-        and all(_count(value.get(name)) for name in ("start", "numel", "tensor", "offset"))
-        and ("shard" not in value or _shard(value["shard"]))
-        and ("sides" not in value or _named(_side)(value["sides"]))
+        and all(_is_text(value.get(name)) for name in ("parameter", "file"))
+        and all(_is_count(value.get(name)) for name in ("start", "numel", "tensor", "offset"))
+        and ("shard" not in value or _is_shard(value["shard"]))
+        and ("sides" not in value or _mapping_of(_is_corpus_side)(value["sides"]))
     )
 
 
-def _buffer(value: Any) -> bool:
+def _is_buffer(value: Any) -> bool:
     """Return True for a model's buffer: its name, file, key and length."""
     return (
         type(value) is dict
-        and all(_text(value.get(name)) for name in ("name", "file", "key"))
-        and _count(value.get("numel"))
+        and all(_is_text(value.get(name)) for name in ("name", "file", "key"))
+        and _is_count(value.get("numel"))
     )
 
 
-def _shard(value: Any) -> bool:
-    return _many(_count)(value) and len(value) == 3 and value[1] < value[2] <= value[0]
+def _is_shard(value: Any) -> bool:
+    return _list_of(_is_count)(value) and len(value) == 3 and value[1] < value[2] <= value[0]
 
 
-def _side(value: Any) -> bool:
+def _is_corpus_side(value: Any) -> bool:
     return (
         type(value) is list
         and len(value) == 3
-        and _count(value[0])
-        and _count(value[1])
-        and _text(value[2])
+        and _is_count(value[0])
+        and _is_count(value[1])
+        and _is_text(value[2])
     )
 
 
-def _stability(value: Any) -> bool:
+def _is_stability(value: Any) -> bool:
     """Return True for the state of spike detection: running means with counts, and counters."""
     if type(value) is not dict:
         return False
     means = [value[name] for name in ("loss", "norm") if name in value]
     counters = [value[name] for name in ("in_a_row", "bad_step") if name in value]
-    return all(_many(_number)(mean) and len(mean) == 2 for mean in means) and all(
-        map(_number, counters)
+    return all(_list_of(_is_number)(mean) and len(mean) == 2 for mean in means) and all(
+        map(_is_number, counters)
     )
 
 
-def _learning_rate(value: Any) -> bool:
+def _is_learning_rate(value: Any) -> bool:
     """Return True for changes that evaluations and rewinds made to the learning-rate schedule."""
     if type(value) is not dict:
         return False
     numbers = [value[name] for name in ("cut", "drops") if name in value]
-    return all(map(_number, numbers)) and _PATIENCE(value.get("patience", {}))
+    return all(map(_is_number, numbers)) and _PATIENCE(value.get("patience", {}))
 
 
-def _model(value: Any) -> bool:
+def _is_model(value: Any) -> bool:
     return (
         type(value) is dict
         and type(value.get("configuration")) is dict
-        and _text(value.get("sha256"))
+        and _is_text(value.get("sha256"))
     )
 
 
-def _base(value: Any) -> bool:
+def _is_base(value: Any) -> bool:
     """Return True for the origin of frozen weights: a seed, a directory, or a checkpoint."""
     if type(value) is not dict:
         return False
     if value.get("kind") == "seed":
-        return _count(value.get("seed")) and _text(value.get("sha256", ""))
-    if not _text(value.get("path")) or value.get("kind") not in ("directory", "checkpoint"):
+        return _is_count(value.get("seed")) and _is_text(value.get("sha256", ""))
+    if not _is_text(value.get("path")) or value.get("kind") not in ("directory", "checkpoint"):
         return False
     if value["kind"] == "checkpoint":
-        return _text(value.get("sha256"))
-    return _named(_digested)(value.get("files"))
+        return _is_text(value.get("sha256"))
+    return _mapping_of(_is_size_and_digest)(value.get("files"))
 
 
-def _digested(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and _count(value[0]) and _text(value[1])
+def _is_size_and_digest(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and _is_count(value[0]) and _is_text(value[1])
 
 
-_PATIENCE = _either_none_or("best", "best_step", "evaluations_since")
+_PATIENCE = _empty_or_has("best", "best_step", "evaluations_since")
 
 _FIELDS: dict[str, Check] = {
-    "format": lambda value: _count(value) and value > 0,
-    "step": _count,
-    "samples": _count,
-    "tokens": _count,
-    "metrics": _named(_number),
-    "corpus_digest": _text,
-    "shapes": _named(_many(_count)),
-    "states": _states,
-    "scalars": _named(_number),
-    "files": _many(_file),
-    "fragments": _many(_fragment),
+    "format": lambda value: _is_count(value) and value > 0,
+    "step": _is_count,
+    "samples": _is_count,
+    "tokens": _is_count,
+    "metrics": _mapping_of(_is_number),
+    "corpus_digest": _is_text,
+    "shapes": _mapping_of(_list_of(_is_count)),
+    "states": _is_list_of_states,
+    "scalars": _mapping_of(_is_number),
+    "files": _list_of(_is_file),
+    "fragments": _list_of(_is_fragment),
 }
-_SINCE_2: dict[str, Check] = {"run": _text, "model": _model, "weights_only": _flag}
+_SINCE_2: dict[str, Check] = {"run": _is_text, "model": _is_model, "weights_only": _is_flag}
 _OPTIONAL: dict[str, Check] = {
-    "trainctl": _text,
-    "attempt": _count,
-    "kept_for": _text,
+    "trainctl": _is_text,
+    "attempt": _is_count,
+    "kept_for": _is_text,
     "patience": _PATIENCE,
-    "source_digests": _named(_text),
-    "layout": _named(_count),
-    "loss_scale": _either_none_or("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
-    "stability": _stability,
-    "divergence": _either_none_or("best", "start"),
-    "norms": _many(_number),
-    "ema": _either_none_or("steps"),
-    "learning_rate": _learning_rate,
-    "buffers": _many(_buffer),
-    "base": _base,
-    "adapter": lambda value: type(value) is dict and all(map(_text, value)),
-    "multipliers": lambda value: bool(value) and _either_none_or("output", "attention")(value),
+    "source_digests": _mapping_of(_is_text),
+    "layout": _mapping_of(_is_count),
+    "loss_scale": _empty_or_has("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
+    "stability": _is_stability,
+    "divergence": _empty_or_has("best", "start"),
+    "norms": _list_of(_is_number),
+    "ema": _empty_or_has("steps"),
+    "learning_rate": _is_learning_rate,
+    "buffers": _list_of(_is_buffer),
+    "base": _is_base,
+    "adapter": lambda value: type(value) is dict and all(map(_is_text, value)),
+    "multipliers": lambda value: bool(value) and _empty_or_has("output", "attention")(value),
 }
 
 
@@ -438,12 +440,12 @@ def _check_fragments(manifest: Mapping[str, Any], files: set[str]) -> None:
         block = tuple(fragment["shard"]) if "shard" in fragment else (whole, 0, whole)
         ranges[name][block].append((start, start + fragment["numel"]))
     for name, shape in shapes.items():
-        problem = _gap(math.prod(shape), ranges.get(name, {}))
+        problem = _missing_part(math.prod(shape), ranges.get(name, {}))
         if problem:
             raise ValueError(f"{name} is not all there: {problem}")
 
 
-def _gap(numel: int, blocks: Mapping[Block, list[tuple[int, int]]]) -> str:
+def _missing_part(numel: int, blocks: Mapping[Block, list[tuple[int, int]]]) -> str:
     """Return which part of a parameter no fragment holds; empty if fragments hold all of it."""
     if numel == 0:
         return ""

@@ -139,9 +139,9 @@ def terminate_processes(
         if now > deadline + _KILL_PATIENCE_SECONDS:
             return alive
         if now >= deadline:
-            _send(alive, signal.SIGKILL)
+            _send_signal(alive, signal.SIGKILL)
         else:
-            _send(alive - asked, signal.SIGTERM)
+            _send_signal(alive - asked, signal.SIGTERM)
             asked |= alive
         time.sleep(_POLL_SECONDS)
 
@@ -242,7 +242,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def _send(pids: Collection[int], number: signal.Signals) -> None:
+def _send_signal(pids: Collection[int], number: signal.Signals) -> None:
     for pid in pids:
         try:
             os.kill(pid, number)

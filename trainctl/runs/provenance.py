@@ -44,7 +44,9 @@ _PATCH_BYTES = 20_000_000
 _UNTRACKED_NAMES = 200
 
 
-def redact(environment: Mapping[str, str], hidden: Collection[str] = ()) -> dict[str, str]:
+def redact_environment(
+    environment: Mapping[str, str], hidden: Collection[str] = ()
+) -> dict[str, str]:
     """Return the variables with values of secret names, and credentials inside URLs, redacted.
 
     Args:
@@ -66,7 +68,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     return [redact_text(word) for word in redact_words(argv)]
 
 
-def select(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+def select_variables(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
     """Return the variables whose names match one of the globs, sorted."""
     return {
         name: environment[name]
@@ -77,7 +79,7 @@ def select(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str,
 
 def environment_record(environment: Mapping[str, str], forwarded: Sequence[str]) -> dict[str, str]:
     """Return the variables to record: an allow-list and what the run forwards, redacted."""
-    return redact(select(environment, (*_RECORDED_VARIABLES, *forwarded)))
+    return redact_environment(select_variables(environment, (*_RECORDED_VARIABLES, *forwarded)))
 
 
 def package_versions() -> dict[str, str]:
@@ -92,7 +94,7 @@ def package_versions() -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
-def machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Return host, operating system, Python and number of usable CPU cores."""
     return {
         "host": socket.gethostname(),

@@ -313,7 +313,7 @@ def iter_events(path: Path, *kinds: str) -> Iterator[Event]:
 
 def _all_events(path: Path, kinds: Sequence[str]) -> Iterator[Placed]:
     with readable(path), open_file(path) as stream:
-        yield from parse_events(_sift(stream, kinds), PackedRows(path))
+        yield from parse_events(_sift_lines(stream, kinds), PackedRows(path))
 
 
 def _all_rows(path: Path) -> Iterator[Placed]:
@@ -357,7 +357,7 @@ def _whole_lines(
     return found, offset
 
 
-def _sift(stream: BinaryIO, kinds: Sequence[str]) -> Iterator[tuple[int, bytes]]:
+def _sift_lines(stream: BinaryIO, kinds: Sequence[str]) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that may be records of these kinds, each with its byte.
 
     Searches whole blocks for the kinds first, and single lines only in blocks that have one.
@@ -520,7 +520,7 @@ def _lines_from_end(path: Path, most_bytes: int | None) -> Iterator[tuple[int, b
         yield after - len(line) - 1, line
 
 
-def short(measured: float) -> float:
+def round_measured(measured: float) -> float:
     """Round to eight digits: more than a clock measures, in half the characters."""
     return float(f"{measured:.8g}")
 

@@ -95,7 +95,7 @@ def read_status(run: RunPaths) -> Status | None:
     """Read `status.json`; None before the first launch, or if it is damaged.
 
     A launcher and an agent that are killed at once leave `starting` or `running` behind;
-    `trainctl.runs.lock.holder` tells whether that is still true.
+    `trainctl.runs.lock.find_holder` tells whether that is still true.
     """
     try:
         return from_plain(Status, read_json(run.status))
@@ -139,7 +139,7 @@ _LINE_BYTES = 128
 """Length of every beat, since a beat overwrites the one before it."""
 
 
-_DOING = 40
+_MAX_DOING_LENGTH = 40
 """Longest `doing` in characters: leaves room for the rest of the line."""
 
 
@@ -196,7 +196,7 @@ class Heartbeat:
         """
         self._step = self._step if step is None else step
         record = {"monotonic": time.monotonic(), "phase": phase.value, "step": self._step}
-        record |= {"doing": doing[:_DOING]} if doing else {}
+        record |= {"doing": doing[:_MAX_DOING_LENGTH]} if doing else {}
         line = json.dumps(record).ljust(_LINE_BYTES - 1) + "\n"
         try:
             os.pwrite(self._descriptor, line.encode(), 0)

@@ -96,7 +96,7 @@ class RowDecoder:
         for name, keys, columns in self._maps:
             found[name] = {key: row[i] for key, i in zip(keys, columns, strict=True)}
         for path, index in self._others:
-            _put(found, path, row[index])
+            _put_value(found, path, row[index])
         return found
 
     def _measured(self, row: Sequence[Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class RowDecoder:
                 found[name] = parts
         for path, index in self._others:
             if row[index] is not None:
-                _put(found, path, row[index])
+                _put_value(found, path, row[index])
         return found
 
 
@@ -146,7 +146,7 @@ class StepFile:
         """
         for line in lines:
             try:
-                row = _cells(line.decode())
+                row = _split_cells(line.decode())
                 if (
                     self._decoder is None
                     or len(row) != self._decoder.width
@@ -292,7 +292,7 @@ def _header(path: Path) -> list[str] | None:
     return [quoted if quoted is not None else plain for quoted, plain in _split(line.decode())]
 
 
-def _cells(text: str) -> list[Any]:
+def _split_cells(text: str) -> list[Any]:
     """Return the values in a row.
 
     Raises:
@@ -300,7 +300,7 @@ def _cells(text: str) -> list[Any]:
     """
     if '"' in text:
         return [
-            _unescaped(quoted) if quoted is not None else _DECODER.decode(plain or "null")
+            _unescape(quoted) if quoted is not None else _DECODER.decode(plain or "null")
             for quoted, plain in _split(text)
         ]
     # JSON's parser in C reads a row of numbers ten times as fast as a loop over its cells.
@@ -334,7 +334,7 @@ def _flatten(cells: dict[str, str], name: str, value: Any) -> None:
         text = float.__repr__(value)
         cells[name] = _CONSTANTS.get(text, text)
     elif isinstance(value, str):
-        cells[name] = value if value in _CONSTANTS.values() else _quoted(_escaped(value))
+        cells[name] = value if value in _CONSTANTS.values() else _quote(_escape(value))
     elif value is None:
         cells[name] = ""
     elif value and isinstance(value, dict):
@@ -349,7 +349,7 @@ def _flatten(cells: dict[str, str], name: str, value: Any) -> None:
 
 def _column(name: str) -> str:
     """Return a part of a column's name. It must not look like an index, or have dots."""
-    escaped = _escaped(name).replace(".", "\\.")
+    escaped = _escape(name).replace(".", "\\.")
     return f"\\{escaped}" if escaped.isdecimal() else escaped
 
 
@@ -361,28 +361,28 @@ def _path(column: str) -> FieldPath:
             parts.append("")
         else:
             parts[-1] += token
-    return tuple(int(part) if part.isdecimal() else _unescaped(part) for part in parts)
+    return tuple(int(part) if part.isdecimal() else _unescape(part) for part in parts)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     if "\\" not in text:
         return text
     return re.sub(r"\\(.)", lambda match: {"n": "\n", "r": "\r"}.get(match[1], match[1]), text)
 
 
 def _header_cell(name: str) -> str:
-    return _quoted(name) if re.search(r'[,"\s]', name) else name
+    return _quote(name) if re.search(r'[,"\s]', name) else name
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
 
 
-def _put(found: Any, path: FieldPath, value: Any) -> None:
+def _put_value(found: Any, path: FieldPath, value: Any) -> None:
     """Put a value at its path; a list may lack values before it, which are None then."""
     for part, following in zip(path, (*path[1:], None), strict=True):
         inner: Any = [] if isinstance(following, int) else {}

@@ -18,7 +18,7 @@ from trainctl.runs.directory import is_run
 from trainctl.runs.failures import Cause
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.listing import RunSummary, summarise
+from trainctl.runs.listing import RunSummary, summarise_run
 from trainctl.runs.provenance import redact_argv
 from trainctl.runs.records import events_from_end, number, read_events
 from trainctl.runs.status import State
@@ -176,15 +176,15 @@ def remaining_runs(folder: Path) -> list[RemainingRun]:
     found = []
     for index in range(len(read_sweep(folder).points)):
         run = RunPaths((folder / str(index)).resolve())
-        what, why = _next(run)
+        what, why = _next_action(run)
         found.append(RemainingRun(index=index, run=run, next=what, why=why))
     return found
 
 
-def _next(run: RunPaths) -> tuple[SweepAction, str]:
+def _next_action(run: RunPaths) -> tuple[SweepAction, str]:
     if not is_run(run.root):
         return SweepAction.make, "not made yet"
-    summary = summarise(run)
+    summary = summarise_run(run)
     if summary.is_live or summary.state == State.finished:
         return SweepAction.leave, summary.state
     if summary.state == State.failed and _fails_again(run, summary):
@@ -204,13 +204,13 @@ def _fails_again(run: RunPaths, summary: RunSummary) -> bool:
     return Cause.reported.value in causes
 
 
-def results(folder: Path) -> list[Result]:
+def sweep_results(folder: Path) -> list[Result]:
     """Return the results of a sweep's runs, by index."""
     found = []
     for index, values in enumerate(read_sweep(folder).points):
         run = RunPaths((folder / str(index)).resolve())
         try:
-            summary = summarise(run)
+            summary = summarise_run(run)
         except TrainctlError:
             summary = None
         found.append(

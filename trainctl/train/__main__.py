@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainctl.runs.command import FORK_FLAG, begin, ignore_scheduler_sigterm
+from trainctl.runs.command import FORK_FLAG, begin_rank, ignore_scheduler_sigterm
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import die_with_parent, gc_disabled
 from trainctl.runs.status import Heartbeat
@@ -102,10 +102,10 @@ def become_ranks(plan: RunPlan) -> None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
             os.setsid()
             os.environ.update(variables)
-            # Wait until the agent is the parent: `begin` ties this process to it.
+            # Wait until the agent is the parent: `begin_rank` ties this process to it.
             while os.getppid() == here:
                 time.sleep(_POLL_SECONDS)
-            begin()
+            begin_rank()
             return
         pids.append(pid)
     os.write(answer, json.dumps(pids).encode() + b"\n")

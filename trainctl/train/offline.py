@@ -135,14 +135,14 @@ def _dispatch_task(arguments: argparse.Namespace, progress: Progress) -> dict[st
     # Slow imports.
     from trainctl.data.user_functions import make_importable
     from trainctl.engines import patch_checks as declared
-    from trainctl.engines.patches import At
+    from trainctl.engines.patches import ProcessKind
     from trainctl.runs.attempts import effective_attempt
     from trainctl.runs.directory import read_plan, read_record
     from trainctl.runs.layout import RunPaths
 
     run = RunPaths(arguments.run.resolve())
     plan = read_plan(run.attempt(effective_attempt(run).number).plan)
-    declared.require_definitions(plan.config, {At.model})
+    declared.require_definitions(plan.config, {ProcessKind.model})
     if plan.config.model.factory is not None:
         make_importable(Path(str(read_record(run)["folder"])))  # as on the ranks
     match arguments.task:

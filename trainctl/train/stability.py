@@ -190,7 +190,7 @@ LOW_PRECISION_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class RecordedLoss:
     """Recorded loss of a step."""
 
     loss: float
@@ -207,17 +207,17 @@ class Expected:
 class Replay:
     """Recorded losses to compare with, by step."""
 
-    expected: dict[int, Expected]
+    expected: dict[int, RecordedLoss]
 
     @classmethod
     def of(cls, run: RunPaths, plan: RunPlan, process: Process, step: int) -> Replay:
         """Return the recorded losses of the first two steps after `step`; on all ranks together."""
-        expected: dict[int, Expected] = {}
+        expected: dict[int, RecordedLoss] = {}
         if process.is_first and plan.config.checkpoint.compare_replay:
             expected = _recorded_losses(run, plan, step)
         return cls(process.broadcast_from_first(expected))
 
-    def check(self, step: int, loss: float, first_sample: int) -> Expected | None:
+    def check(self, step: int, loss: float, first_sample: int) -> RecordedLoss | None:
         """Compare the loss of a step with the recorded one.
 
         After a batch was skipped, or the run rewound, a step has other samples than before.
@@ -247,9 +247,9 @@ class Replay:
         )
 
 
-def _recorded_losses(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expected]:
+def _recorded_losses(run: RunPaths, plan: RunPlan, step: int) -> dict[int, RecordedLoss]:
     curve = steps_from_end(run.events, (step + 1, step + 2))
-    found: dict[int, Expected] = {}
+    found: dict[int, RecordedLoss] = {}
     for later, depends_on in ((step + 1, _loss_at_once), (step + 2, _loss_after_an_update)):
         if later not in curve:
             break
@@ -264,7 +264,7 @@ def _recorded_losses(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Expec
             break
         if later > step + 1 and (before.config.offload.zenflow or plan.config.offload.zenflow):
             break  # ZenFlow resumes with other columns and without their moments
-        found[later] = Expected(
+        found[later] = RecordedLoss(
             loss=number(record["loss"]),
             tolerance=_tolerance(before, plan),
             attempt=int(record["attempt"]),

@@ -20,7 +20,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plans.mixture import StagedBatches, stages_of_plan
 from trainctl.plans.types import Batch
 from trainctl.runs.event_descriptions import describe_document, describe_not_finite
-from trainctl.runs.records import short
+from trainctl.runs.records import round_measured
 from trainctl.train.callbacks.context import StepState
 from trainctl.train.callbacks.order import Callbacks
 from trainctl.train.checkpoint.content import CheckpointReader, newest_valid_checkpoint
@@ -69,7 +69,8 @@ class Step:
     def extras(self) -> dict[str, Any]:
         """Return the fields of the step record that only some runs have."""
         found = {
-            "grad_norms": {name: short(norm) for name, norm in self.group_norms.items()} or None,
+            "grad_norms": {name: round_measured(norm) for name, norm in self.group_norms.items()}
+            or None,
             "clip_at": self.clip_at,
             "clipped_groups": self.clipped_groups,
             "z_loss": self.z_loss,

@@ -42,7 +42,7 @@ class LeftOutKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportResult:
     """Result of an import."""
 
     choices: Mapping[str, str]
@@ -64,7 +64,9 @@ class Imported:
         ]
 
 
-def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = "cpu") -> Imported:
+def import_json(
+    json: Mapping[str, Any], *, world_size: int, accelerator: str = "cpu"
+) -> ImportResult:
     """Convert a DeepSpeed JSON to choices and overrides.
 
     The JSON must have no error by `trainctl.rules.deepspeed.check`. `world_size` is the number of
@@ -80,7 +82,7 @@ def import_json(json: Mapping[str, Any], *, world_size: int, accelerator: str = 
     config = compose([*here, *choices, "training.steps=1000", *written]).config
     rendered = _rendered_json(config)
     passed, left_out = _remaining_keys(case, wanted, config, rendered)
-    return Imported(
+    return ImportResult(
         wanted.choices,
         settings,
         passed,

@@ -9,11 +9,11 @@ from typing import Any
 
 from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
 from trainctl.config.codec import to_plain
-from trainctl.config.compose import Composed
+from trainctl.config.compose import ComposedConfig
 from trainctl.config.overrides import ALIASES
 from trainctl.config.schema import GROUPS
 from trainctl.errors import TrainctlError
-from trainctl.tuning.import_json import Imported
+from trainctl.tuning.import_json import ImportResult
 from trainctl.tuning.search import FoundPlan
 
 
@@ -36,7 +36,7 @@ def check_recipe_file(path: Path, config_dir: Path | None) -> None:
         )
 
 
-def plan_recipe(composed: Composed, found: FoundPlan, comment: Sequence[str]) -> str:
+def plan_recipe(composed: ComposedConfig, found: FoundPlan, comment: Sequence[str]) -> str:
     """Return a found plan as a recipe that extends the recipe of the configuration."""
     plain = to_plain(composed.config)
     choices: dict[str, str] = {}
@@ -63,7 +63,7 @@ def plan_recipe(composed: Composed, found: FoundPlan, comment: Sequence[str]) ->
     return recipe_text(comment, composed.config.recipe or BASE, choices, settings)
 
 
-def import_recipe(imported: Imported, file: Path) -> str:
+def import_recipe(imported: ImportResult, file: Path) -> str:
     """Return the import of a DeepSpeed JSON as a recipe that extends `base`."""
     passed = {f"deepspeed.{key}": value for key, value in imported.passed.items()}
     settings = {**imported.settings, **passed}

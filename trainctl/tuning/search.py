@@ -35,7 +35,7 @@ memory.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
+class RejectedVariant:
     """Faster variant of a plan that is illegal or does not fit."""
 
     values: Values
@@ -60,7 +60,7 @@ class FoundPlan:
     """Predicted time of an optimizer step."""
     findings: tuple[Finding, ...]
     """Warnings of the rules."""
-    rejected: Rejected | None
+    rejected: RejectedVariant | None
     """Closest faster variant of the same layout, which is not possible; None without one."""
 
     @property
@@ -253,7 +253,7 @@ def _found_plan(
         saved = 1 - other.variant.seconds_per_token / candidate.variant.seconds_per_token
         if saved > RESOLUTION:  # the last one is the closest in time
             values = _changed_values(other.values, candidate.variant.sketch.config)
-            rejected = Rejected(values=values, saved=saved, reason=reason)
+            rejected = RejectedVariant(values=values, saved=saved, reason=reason)
     return FoundPlan(
         values=_changed_values(candidate.values, config),
         plan=result.plan,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.compose import Composed
-from trainctl.config.derived import Derived
+from trainctl.config.compose import ComposedConfig
+from trainctl.config.derived import DerivedValue
 from trainctl.config.keys import (
     Leaf,
     ValueProblem,
@@ -100,7 +100,7 @@ class Explanation:
         return [*shown, f"  {self.doc}"] if self.doc else shown
 
 
-def explain(key: str, composed: Composed, plan: RunPlan | None) -> Explanation | None:
+def explain(key: str, composed: ComposedConfig, plan: RunPlan | None) -> Explanation | None:
     """Explain a key or a quantity of the plan; None if there is no such name.
 
     Without a plan, only config keys can be explained, and no derived values.
@@ -146,7 +146,7 @@ def _config_value(config: RunConfig, key: str) -> Any:
 
 
 def _source_explanations(
-    own: Derived, composed: Composed, plan: RunPlan | None
+    own: DerivedValue, composed: ComposedConfig, plan: RunPlan | None
 ) -> tuple[Explanation, ...]:
     found = [explain(name, composed, plan) for name in own.sources if name != own.key]
     return tuple(each for each in found if each is not None)
@@ -168,7 +168,7 @@ def _value_text(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def unknown_key_error(key: str, composed: Composed, plan: RunPlan | None) -> TrainctlError:
+def unknown_key_error(key: str, composed: ComposedConfig, plan: RunPlan | None) -> TrainctlError:
     """Return the error for a key that does not exist, with similar names."""
     if key in sections():
         inside = [name for name in leaves() if name.startswith(f"{key}.")]
@@ -183,7 +183,7 @@ def unknown_key_error(key: str, composed: Composed, plan: RunPlan | None) -> Tra
     return TrainctlError(f"there is no key or quantity {key}", hint=hint)
 
 
-def derived_from(key: str, plan: RunPlan) -> list[Derived]:
+def derived_from(key: str, plan: RunPlan) -> list[DerivedValue]:
     """Return the derived values of a plan that depend on a key, in the plan's order."""
     moved = _changed_by(key, plan)
     return [

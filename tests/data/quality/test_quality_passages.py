@@ -20,8 +20,8 @@ from trainctl.data.quality.measurement import (
     SHARED,
     WantedColumns,
     anchors,
-    covered,
     measure_all,
+    words_covered,
 )
 from trainctl.data.quality.selection import SUBSTRING, Rules
 
@@ -59,9 +59,9 @@ def test_what_two_documents_share(shared: int, sides: list[int], seed: int) -> N
 
 
 def test_words_in_passages_count_once() -> None:
-    assert covered(np.array([], dtype=np.int64)) == 0
-    assert covered(np.array([7])) == 25
-    assert covered(np.array([0, 10, 100])) == 60
+    assert words_covered(np.array([], dtype=np.int64)) == 0
+    assert words_covered(np.array([7])) == 25
+    assert words_covered(np.array([0, 10, 100])) == 60
 
 
 @pytest.mark.parametrize("memory", [512, MEMORY])

@@ -12,7 +12,7 @@ import pytest
 from planted_corpus import Planted, entries, five_grams, jaccard, parts_of, planted
 
 from trainctl.data.quality.columns import MeasuredCorpus
-from trainctl.data.quality.contamination import passage, write_held_out
+from trainctl.data.quality.contamination import words_from, write_held_out
 from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import Pairs, find_identical_texts, near_pairs
 from trainctl.data.quality.measurement import WantedColumns, measure_all
@@ -133,7 +133,7 @@ def test_all_held_out_passages_are_found_and_nothing_else(case: Case) -> None:
     assert np.flatnonzero(selection.why).tolist() == sorted(case.ids(case.planted.contaminated))
     for each in selection.examples["planted"][CONTAMINATED]:
         assert each.word is not None
-        found = passage(case.planted.text((each.source, each.part, each.number)), each.word)
+        found = words_from(case.planted.text((each.source, each.part, each.number)), each.word)
         first = found.split(",")[0]
         assert any(first in text.split() for text in case.planted.held_out)
 

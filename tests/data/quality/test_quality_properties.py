@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_corpus import edited, entries, five_grams, jaccard, parts_of, texts_of_python
 
-from trainctl.data.permutation import mix
+from trainctl.data.permutation import splitmix64
 from trainctl.data.quality.batches import DocumentBatch, Entry, Segments, batches
 from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import (
     MEMORY,
-    components,
+    connected_components,
     equal_keys,
     find_identical_texts,
     near_pairs,
@@ -159,13 +159,13 @@ def test_components_are_what_hangs_together(pairs: list[tuple[int, int]]) -> Non
     for _ in lowest:
         for left, right in pairs:
             lowest[left] = lowest[right] = min(lowest[left], lowest[right])
-    ids, found = components(np.array(pairs))
+    ids, found = connected_components(np.array(pairs))
     assert dict(zip(ids.tolist(), found.tolist(), strict=True)) == lowest
 
 
 @given(st.lists(st.integers(0, 9), max_size=60), st.sampled_from([64, 1000, MEMORY]))
 def test_equal_keys_are_all_found(values: list[int], memory: int) -> None:
-    keys = mix(np.array(values, dtype=np.uint64))
+    keys = splitmix64(np.array(values, dtype=np.uint64))
     with TemporaryDirectory() as folder:
         found = [
             group.tolist()
@@ -202,7 +202,7 @@ def test_files_of_one_that_was_killed_are_not_taken(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     (scratch / "00000000").write_bytes(bytes(160))
-    keys = mix(np.arange(100, dtype=np.uint64))
+    keys = splitmix64(np.arange(100, dtype=np.uint64))
     found = equal_keys(lambda: [(keys, np.arange(100))], 100, scratch, 64)
     assert list(found) == []
     assert not scratch.exists()

@@ -13,11 +13,11 @@ from planted_corpus import entries, parts_of
 
 from trainctl.data.quality import duplicates as near
 from trainctl.data.quality.batches import Entry
-from trainctl.data.quality.columns import Columns, MeasuredCorpus, PartToMeasure, folder_of
+from trainctl.data.quality.columns import Columns, MeasuredCorpus, PartToMeasure, columns_folder
 from trainctl.data.quality.contamination import HeldOut, write_held_out
 from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import find_identical_texts, near_pairs
-from trainctl.data.quality.measurement import WantedColumns, measure, measure_all
+from trainctl.data.quality.measurement import WantedColumns, measure_all, measure_part
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.errors import TrainctlError
 from trainctl.options.filter.function import FunctionConfig
@@ -156,8 +156,8 @@ def test_another_held_out_text_has_all_measured_again(tmp_path: Path) -> None:
     for words in (range(13), range(13), range(14)):
         write_held_out(held_out, entries([text(*words)]))
         assert HeldOut.load(held_out).ngrams.size == len(words) - 12
-        measure(part, tmp_path, WantedColumns(held_out=held_out))
-        keys.append(Columns.load(folder_of(part, tmp_path)).manifest["key"])
+        measure_part(part, tmp_path, WantedColumns(held_out=held_out))
+        keys.append(Columns.load(columns_folder(part, tmp_path)).manifest["key"])
     assert keys[0] == keys[1] != keys[2]
 
 
@@ -198,8 +198,8 @@ def test_damaged_columns_are_refused(
     tmp_path: Path, damage: Callable[[Path], None], file: str
 ) -> None:
     (part,) = parts_of({("one", "a"): ["a text of a few words more"]})
-    measure(part, tmp_path, WantedColumns())
-    damage(folder_of(part, tmp_path) / file)
+    measure_part(part, tmp_path, WantedColumns())
+    damage(columns_folder(part, tmp_path) / file)
     if file == "manifest.json" and damage is cut:  # only its last line feed
         MeasuredCorpus.load([part], tmp_path)
         return

@@ -149,13 +149,17 @@ def plain_quality(text: str) -> dict[str, float]:
 
 @given(TEXTS)
 def test_repetition(texts: list[str]) -> None:
-    compare(statistics.repetition, plain_repetition, texts)
+    compare(statistics.gopher_repetition_statistics, plain_repetition, texts)
 
 
 @pytest.mark.parametrize("plain", [plain_repetition, plain_quality])
 def test_on_real_text(plain: Callable[[str], dict[str, float]]) -> None:
     every = texts_of_python(80)
-    measure = statistics.repetition if plain is plain_repetition else statistics.quality
+    measure = (
+        statistics.gopher_repetition_statistics
+        if plain is plain_repetition
+        else statistics.gopher_quality_statistics
+    )
     compare(measure, plain, [*every["code"][:8], *every["prose"][:20]])
 
 
@@ -174,7 +178,9 @@ def test_quality() -> None:
     text = "• The end of that… and so\n\n* be with 12 #\n  dots... \n-- 34"
     found = {
         name: float(each[0])
-        for name, each in statistics.quality(DocumentBatch([Entry(0, text)])).items()
+        for name, each in statistics.gopher_quality_statistics(
+            DocumentBatch([Entry(0, text)])
+        ).items()
     }
     assert found == pytest.approx(plain_quality(text.lower()))
     assert found["stop_words"] == 6
@@ -186,11 +192,11 @@ def test_c4_and_fineweb() -> None:
         "This is a sentence. And one more!\nTurn on JavaScript, please now.\nno end\n"
         "{ lorem ipsum ..."
     )
-    found = statistics.c4(DocumentBatch([Entry(0, text), Entry(1, "")]))
+    found = statistics.c4_statistics(DocumentBatch([Entry(0, text), Entry(1, "")]))
     assert found["sentences"].tolist() == [4, 0]
     assert found["c4_lines"].tolist() == [0.25, 0]
     assert found["curly_brackets"].tolist() == found["lorem_ipsum"].tolist() == [1, 0]
-    web = statistics.fineweb(DocumentBatch([Entry(0, text + "\nno end")]))
+    web = statistics.fineweb_statistics(DocumentBatch([Entry(0, text + "\nno end")]))
     assert web["terminated_lines"].tolist() == pytest.approx([3 / 5])
     assert web["short_lines"].tolist() == pytest.approx([3 / 5])
     assert web["repeated_lines_characters"].tolist() == pytest.approx([6 / 93], abs=0.01)

@@ -17,15 +17,15 @@ import pytest
 from bucket import s3_server
 
 from trainctl.data.streaming import cache as cache_module
-from trainctl.data.streaming.cache import ShardCache, never
+from trainctl.data.streaming.cache import ShardCache, never_used_again
 from trainctl.data.streaming.corpora import StreamedTokens
 from trainctl.data.streaming.transfer import (
     ShardFacts,
     StreamRecord,
     blocks_of_shard,
-    folder_of,
-    name_of,
+    corpus_folder_name,
     read_record,
+    shard_file_name,
     upload_shards,
 )
 from trainctl.errors import ExitCode, TrainctlError
@@ -49,7 +49,7 @@ def unheard(_):
     """Nobody listens."""
 
 
-def cache_of(folder, place, record, *, shards=3, next_use=never, tell=unheard):
+def cache_of(folder, place, record, *, shards=3, next_use=never_used_again, tell=unheard):
     size = max(facts.size for facts in record.shards["train"])
     fetch = partial(blocks_of_shard, place, record.digest, tell)
     return ShardCache(folder, shards * size, record.facts, fetch, next_use, tell)
@@ -119,7 +119,7 @@ def test_a_folder_may_have_any_name(tmp_path):
 def test_writing_goes_on_where_it_was_cut_off(place, monkeypatch):
     from trainctl.data.streaming import transfer
 
-    put, written = transfer._put, []
+    put, written = transfer._write_atomically, []
 
     def put_some(url, raw, tell):
         if len(written) == 4:
@@ -128,14 +128,16 @@ def test_writing_goes_on_where_it_was_cut_off(place, monkeypatch):
         put(url, raw, tell)
 
     monkeypatch.setattr(transfer, "_AT_ONCE", 1)
-    monkeypatch.setattr(transfer, "_put", put_some)
+    monkeypatch.setattr(transfer, "_write_atomically", put_some)
     with pytest.raises(KeyboardInterrupt):
         upload_shards(place, RECORD, SIDES, unheard)
     with pytest.raises(TrainctlError, match="there is no prepared corpus at"):
         read_record(place)
     again = []
     monkeypatch.setattr(
-        transfer, "_put", lambda url, raw, tell: (again.append(url), put(url, raw, tell))
+        transfer,
+        "_write_atomically",
+        lambda url, raw, tell: (again.append(url), put(url, raw, tell)),
     )
     record = upload_shards(place, RECORD, SIDES, unheard)
     assert not set(written) & set(again) and len(written) + len(again) == 11 + 2 + 1
@@ -170,7 +172,7 @@ def test_several_ranks_fetch_each_shard_once_within_the_bound(record, elsewhere,
                     time.sleep(0.001)
                 start = shard * SHARD + number
                 assert tokens[start : start + 300].tolist() == IDS[start : start + 300].tolist()
-                cache.fetch_ahead([name_of("train", shard + 1)] if shard < 10 else [])
+                cache.fetch_ahead([shard_file_name("train", shard + 1)] if shard < 10 else [])
                 most.append(cache.size())
         except BaseException as error:
             failed.append(error)
@@ -182,13 +184,13 @@ def test_several_ranks_fetch_each_shard_once_within_the_bound(record, elsewhere,
     for thread in threads:
         thread.join()
     assert not failed
-    assert sorted(fetched) == [name_of("train", number) for number in range(11)]
+    assert sorted(fetched) == [shard_file_name("train", number) for number in range(11)]
     assert max(most) <= 3 * size
 
 
 def test_what_is_needed_now_is_not_removed_for_what_is_needed_later(record, elsewhere, tmp_path):
     folder = tmp_path / "cache"
-    uses = {name_of("train", n): n for n in range(11)}
+    uses = {shard_file_name("train", n): n for n in range(11)}
     cache = cache_of(folder, str(elsewhere), record, shards=2, next_use=uses.__getitem__)
     for _ in range(4):
         cache.fetch_ahead(uses)
@@ -207,7 +209,7 @@ def test_what_is_needed_now_is_not_removed_for_what_is_needed_later(record, else
 def test_what_is_not_as_it_was_written_is_fetched_again_and_then_refused(
     record, elsewhere, tmp_path
 ):
-    path = elsewhere / folder_of(record.digest) / name_of("train", 4)
+    path = elsewhere / corpus_folder_name(record.digest) / shard_file_name("train", 4)
     right = path.read_bytes()
     wrong = bytes([right[0] ^ 1]) + right[1:]
     told, answers = [], [wrong, right[:-1], right]
@@ -216,12 +218,12 @@ def test_what_is_not_as_it_was_written_is_fetched_again_and_then_refused(
         return [answers.pop(0)]
 
     def cache(tell):
-        return ShardCache(tmp_path / "cache", 10**6, record.facts, fetch, never, tell)
+        return ShardCache(tmp_path / "cache", 10**6, record.facts, fetch, never_used_again, tell)
 
     tokens = StreamedTokens(record, "train", cache(told.append))
     assert tokens[4000:4010].tolist() == IDS[4000:4010].tolist()
     assert len(told) == 2 and "checksum" in told[0] and "not 2," in told[1]
-    path = tmp_path / "cache" / name_of("train", 4)
+    path = tmp_path / "cache" / shard_file_name("train", 4)
     path.write_bytes(wrong)  # by a disk that forgets
     (tmp_path / "cache" / "train-00005.shard").write_bytes(b"short")
     (tmp_path / "cache" / "other.shard").write_bytes(b"")
@@ -229,21 +231,22 @@ def test_what_is_not_as_it_was_written_is_fetched_again_and_then_refused(
     assert names(tmp_path / "cache") == []
     answers = [wrong] * 3
     with pytest.raises(TrainctlError, match="has another checksum") as refused:
-        cache(unheard).opened(name_of("train", 4))
+        cache(unheard).opened(shard_file_name("train", 4))
     assert refused.value.exit_code is ExitCode.environment and names(tmp_path / "cache") == []
 
 
 FETCHER = """
 import sys, time
 from pathlib import Path
-from trainctl.data.streaming.cache import ShardCache, never
+from trainctl.data.streaming.cache import ShardCache, never_used_again
 from trainctl.data.streaming.transfer import ShardFacts
 def fetch(name):
     yield b"x"
     print("begun", flush=True)
     time.sleep(60)
 facts = ShardFacts(0, 8, 0)
-ShardCache(Path(sys.argv[1]), 100, lambda name: facts, fetch, never, print).opened("a.shard")
+cache = ShardCache(Path(sys.argv[1]), 100, lambda name: facts, fetch, never_used_again, print)
+cache.opened("a.shard")
 """
 
 
@@ -254,7 +257,7 @@ def test_what_a_killed_rank_was_fetching_is_fetched_by_another(tmp_path):
     assert killed.stdout.readline() == "begun\n"
     raw = b"12345678"
     facts = ShardFacts(0, 8, zlib.crc32(raw))
-    cache = ShardCache(tmp_path, 8, lambda _: facts, lambda _: [raw], never, unheard)
+    cache = ShardCache(tmp_path, 8, lambda _: facts, lambda _: [raw], never_used_again, unheard)
     assert not cache.fetch_ahead(["a.shard", "b.shard"])  # another is at it; no room for b
     assert names(tmp_path) == ["a.shard.tmp"] and cache.size() == 8
     found = []
@@ -316,7 +319,8 @@ def test_a_rank_says_that_it_waits_for_another(tmp_path, monkeypatch):
         return [raw]
 
     caches = [
-        ShardCache(tmp_path, 8, lambda _: facts, slowly, never, told.append) for _ in range(2)
+        ShardCache(tmp_path, 8, lambda _: facts, slowly, never_used_again, told.append)
+        for _ in range(2)
     ]
     threads = [threading.Thread(target=lambda c=c: os.close(c.opened("a.shard"))) for c in caches]
     for thread in threads:

@@ -17,12 +17,12 @@ from trainctl.data.streaming.corpora import open_streamed_corpus
 from trainctl.data.streaming.transfer import (
     ShardFacts,
     StreamRecord,
-    name_of,
-    packed,
-    shards_of,
-    spans,
+    pack_shard,
+    shard_file_name,
+    shard_spans,
+    shards_covering,
     split_and_number,
-    unpacked,
+    unpack_shard,
 )
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import TrainctlError
@@ -32,7 +32,7 @@ from trainctl.errors import TrainctlError
 @given(st.integers(0, 90), st.integers(0, 40), st.integers(2, 20))
 def test_tokens_are_in_the_shards_that_are_named_and_in_no_fewer(start, length, size):
     stop = start + length
-    shards = shards_of(start, stop, size)
+    shards = shards_covering(start, stop, size)
     held = {token for k in shards for token in range(k * size, k * size + size + 1)}
     assert held >= set(range(start, stop))
     for left_out in shards:
@@ -42,7 +42,7 @@ def test_tokens_are_in_the_shards_that_are_named_and_in_no_fewer(start, length, 
 
 @given(st.integers(0, 7), st.integers(1, 8))
 def test_a_sample_of_a_length_that_divides_is_in_one_shard(index, length):
-    assert len(shards_of(index * length, (index + 1) * length + 1, 4 * length)) == 1
+    assert len(shards_covering(index * length, (index + 1) * length + 1, 4 * length)) == 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -56,11 +56,11 @@ def test_a_shard_has_its_tokens_the_next_one_and_its_ends(lengths, size, dtype):
     tokens = int(ends[-1]) if lengths else 0
     ids = np.arange(tokens, dtype=dtype)
     found = []
-    for start, stop in spans(tokens, size):
-        raw = packed(ids, ends, start, stop, np.dtype(dtype))
+    for start, stop in shard_spans(tokens, size):
+        raw = pack_shard(ids, ends, start, stop, np.dtype(dtype))
         width = np.dtype(dtype).itemsize * (min(stop + 1, tokens) - start)
         facts = ShardFacts((len(raw) - width) // 4, len(raw), 0)
-        shard, relative = unpacked(memoryview(raw), facts, np.dtype(dtype))
+        shard, relative = unpack_shard(memoryview(raw), facts, np.dtype(dtype))
         assert shard.tolist() == ids[start : stop + 1].tolist()
         assert all(0 <= end <= stop - start for end in relative.tolist())
         found += [start + end for end in relative.tolist()]
@@ -68,7 +68,7 @@ def test_a_shard_has_its_tokens_the_next_one_and_its_ends(lengths, size, dtype):
 
 
 def test_names_and_records_are_read_as_they_were_written():
-    assert split_and_number(name_of("held_out", 123456)) == ("held_out", 123456)
+    assert split_and_number(shard_file_name("held_out", 123456)) == ("held_out", 123456)
     sides = {"train": (ShardFacts(1, 8, 5), ShardFacts(1, 6, 7)), "held_out": ()}
     corpus = {"digest": "d", "dtype": "<u2", "train": {"tokens": 3}, "held_out": {"tokens": 0}}
     record = StreamRecord(corpus, "fingerprint", 2, sides)

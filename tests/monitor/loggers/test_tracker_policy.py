@@ -13,7 +13,7 @@ from records_of_runs import append, draw, losses, new_run
 
 from trainctl.config.schema import RunConfig
 from trainctl.monitor.loggers.points import CurveReader, curve
-from trainctl.options.logger import Followed, Point
+from trainctl.options.logger import FollowedRun, Point
 from trainctl.options.logger._tracker import Tracker
 from trainctl.options.logger.mlflow import mlflow_name
 from trainctl.runs.layout import RunPaths
@@ -77,8 +77,8 @@ class Client:
         self.arrive()
 
 
-def followed(run: RunPaths) -> Followed:
-    return Followed(
+def followed(run: RunPaths) -> FollowedRun:
+    return FollowedRun(
         folder=run.root,
         id="a",
         name="run",

@@ -17,9 +17,9 @@ from made_runs import append, drawn, new_run, other, step
 from trainctl.cli.main import run as command
 from trainctl.config.overrides import SweepPoint
 from trainctl.errors import ExitCode
-from trainctl.monitor.report.document import report_document, rows
+from trainctl.monitor.report.document import report_document, report_rows
 from trainctl.monitor.report.history import History
-from trainctl.monitor.report.page import Source, page
+from trainctl.monitor.report.page import Source, report_page
 from trainctl.monitor.report.watching import WatchApp
 from trainctl.runs.directory import new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
@@ -40,7 +40,7 @@ def test_a_run_that_has_not_begun(untrained: RunPaths) -> None:
     document = report_document(read(untrained), price=1.0)
     (found,) = document["runs"]
     assert found["state"] == "new" and found["step"] == 0 and found["series"] == {}
-    assert "</html>" in page(document, title="run")
+    assert "</html>" in report_page(document, title="run")
 
 
 def test_what_is_said_of_a_run(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_all_forms_have_the_same_numbers(
     document = json.loads(capsys.readouterr().out)
     assert command([*arguments, "--csv", "-o", "out.csv"]) == 0
     table = list(csv.reader(io.StringIO((tmp_path / "out.csv").read_text())))
-    assert table == [["" if v is None else str(v) for v in row] for row in rows(document)]
+    assert table == [["" if v is None else str(v) for v in row] for row in report_rows(document)]
     found = document["runs"][0]["series"]["loss"]
     assert 50 < len(found["mean"]) <= 65
     assert command([*arguments]) == 0
@@ -210,7 +210,7 @@ def test_nothing_in_a_page_is_taken_for_markup(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
     evil = "</script><script>alert(1)</script>{{css}}"
     append(run, iter([other("logger", name=evil, problem="\u2028<!--")]))
-    written = page(report_document(read(run)), title=evil)
+    written = report_page(report_document(read(run)), title=evil)
     assert written.count("<script>") == 2 and "alert(1)</script>" not in written
     inside = re.search(r'id="data">(.*?)</script>', written, re.DOTALL)
     assert inside is not None and evil in json.loads(inside[1])["runs"][0]["marks"][0]["text"]
@@ -218,7 +218,7 @@ def test_nothing_in_a_page_is_taken_for_markup(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", [None, Source("data.json?token=a")])
 def test_only_what_is_in_the_page_may_run(source: Source | None) -> None:
-    written = page(title="run", source=source)
+    written = report_page(title="run", source=source)
     policy = re.search(r'Policy" content="([^"]*)"', written)
     assert policy is not None and policy[1].startswith("default-src 'none'")
     for kind in ("script", "style"):

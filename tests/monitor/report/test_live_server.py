@@ -17,7 +17,7 @@ from trainctl.monitor.report import runs_folder as folders
 from trainctl.monitor.report.runs_folder import RunsFolder
 from trainctl.monitor.report.watching import PageServer, RunsPage, WatchApp
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.lock import hold
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import State, Status, write_status
 
@@ -181,7 +181,7 @@ def test_a_launcher_that_is_killed_is_seen(tmp_path: Path) -> None:
     about = {"attempt": 1, "host": "a", "pid": 1, "started": 1.0, "updated": 2.0, "message": ""}
     write_status(run, Status(state=State.running, **about))
     page = RunsPage([run])
-    with hold(run):
+    with hold_lock(run):
         found = json.loads(page.data(None).body)
         assert found["runs"][0]["state"] == "running"
         assert page.data(found["version"]).status == 204

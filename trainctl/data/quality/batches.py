@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.permutation import mix
+from trainctl.data.permutation import splitmix64
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -58,7 +58,7 @@ class Segments:
         hashes.
         """
         sums = (self._sums[ends] - self._sums[starts]) * _INVERSES.up_to(len(self._sums))[starts]
-        return mix(sums + (ends - starts).astype(np.uint64) * _FOR_LENGTH)
+        return splitmix64(sums + (ends - starts).astype(np.uint64) * _FOR_LENGTH)
 
 
 def hash_of_word(word: str) -> np.uint64:
@@ -160,7 +160,7 @@ class DocumentBatch:
     @cached_property
     def classes(self) -> npt.NDArray[np.uint8]:
         """Class bits of each character, [characters]."""
-        classes: npt.NDArray[np.uint8] = _classes()[np.minimum(self.codes, _ASTRAL)]
+        classes: npt.NDArray[np.uint8] = _character_classes()[np.minimum(self.codes, _ASTRAL)]
         return classes
 
     @cached_property
@@ -273,7 +273,7 @@ def batches(entries: Iterable[Entry], characters: int = CHARACTERS) -> Iterator[
 
 
 @cache
-def _classes() -> npt.NDArray[np.uint8]:
+def _character_classes() -> npt.NDArray[np.uint8]:
     """Return the class of each code point below `_ASTRAL`, and one for all others, [_ASTRAL
     + 1].
     """

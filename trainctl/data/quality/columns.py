@@ -171,7 +171,7 @@ class Columns:
         return size == int(expected)
 
 
-def key_of(folder: Path) -> str | None:
+def finished_key(folder: Path) -> str | None:
     """Return the key of a finished part, None if the part is not done."""
     try:
         key: str = json.loads((folder / MANIFEST).read_bytes())["key"]
@@ -197,14 +197,14 @@ class PartToMeasure:
     """Sort key among the parts of the source; ties are ordered by name."""
 
 
-def folder_of(part: PartToMeasure, folder: Path) -> Path:
+def columns_folder(part: PartToMeasure, folder: Path) -> Path:
     """Return the folder of a part's columns."""
     return folder / part.source / part.name
 
 
-def measured(part: PartToMeasure, folder: Path) -> Columns:
+def read_measured(part: PartToMeasure, folder: Path) -> Columns:
     """Return the columns of a measured part."""
-    return Columns.load(folder_of(part, folder))
+    return Columns.load(columns_folder(part, folder))
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class MeasuredCorpus:
 
         table, first = [], 0
         for part in sorted(parts, key=place):
-            columns = measured(part, folder)
+            columns = read_measured(part, folder)
             table.append(MeasuredPart(part.source, part.name, columns, first))
             first += columns.documents
         return cls(table)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.quality.batches import I64, U64, DocumentBatch, Entry, batches
-from trainctl.data.quality.columns import Columns, ColumnWriter, key_of
+from trainctl.data.quality.columns import Columns, ColumnWriter, finished_key
 
 WORDS = 13
 """Words per n-gram."""
@@ -34,7 +34,7 @@ def write_held_out(
     This takes 40 bytes of memory per word of the texts. The numbers of the texts are kept. If the
     folder was written with the same `identity` (not empty), no text is read.
     """
-    if identity and _identity(folder) == identity:
+    if identity and _written_identity(folder) == identity:
         return HeldOut.load(folder)
     hashes, owners, sizes = [], [], []
     too_short = 0
@@ -85,7 +85,7 @@ class HeldOut:
     @classmethod
     def load(cls, folder: Path) -> HeldOut:
         """Load what `write_held_out` wrote; cached per process."""
-        return _load(folder, Columns.load(folder).manifest["key"])
+        return _load_held_out(folder, Columns.load(folder).manifest["key"])
 
     def find(self, batch: DocumentBatch) -> tuple[npt.NDArray[np.uint32], I64, I64]:
         """Find these n-grams in documents.
@@ -115,14 +115,14 @@ class HeldOut:
         return (unique & 0xFFFFFFFF).astype(np.uint32), counts, first
 
 
-def _identity(folder: Path) -> str:
+def _written_identity(folder: Path) -> str:
     """Return the identity that a folder's n-grams were written with; empty if there is none."""
-    found = Columns.load(folder).manifest if key_of(folder) is not None else {}
+    found = Columns.load(folder).manifest if finished_key(folder) is not None else {}
     return str(found.get("identity", ""))
 
 
 @cache
-def _load(folder: Path, key: str) -> HeldOut:
+def _load_held_out(folder: Path, key: str) -> HeldOut:
     columns = Columns.load(folder)
     ngrams = np.array(columns["ngram"])
     bits = min(30, max(16, (16 * len(ngrams)).bit_length()))
@@ -138,7 +138,7 @@ def _load(folder: Path, key: str) -> HeldOut:
     )
 
 
-def passage(text: str, first: int, words: int = WORDS) -> str:
+def words_from(text: str, first: int, words: int = WORDS) -> str:
     """Return `words` words of a text from word `first` on, in lower case, to show a hit."""
     batch = DocumentBatch([Entry(0, text)])
     spans = batch.words

@@ -22,12 +22,12 @@ import numpy.typing as npt
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
-from trainctl.data.permutation import mix
+from trainctl.data.permutation import splitmix64
 from trainctl.data.quality.batches import I64, Bool, Entry
-from trainctl.data.quality.columns import MeasuredCorpus, MeasuredPart, PartToMeasure, key_of
+from trainctl.data.quality.columns import MeasuredCorpus, MeasuredPart, PartToMeasure, finished_key
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.duplicates import MEMORY, Pairs, Passages, find_duplicates, key_of_corpus
-from trainctl.data.quality.measurement import WantedColumns, covered, measure_all
+from trainctl.data.quality.measurement import WantedColumns, measure_all, words_covered
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,
@@ -161,14 +161,14 @@ class _Removals:
         """Keep the examples with the lowest hashed ids: they do not depend on other documents."""
         if not len(places):
             return
-        drawn = mix(ids[places].view(np.uint64))
+        drawn = splitmix64(ids[places].view(np.uint64))
         some = self._examples.setdefault(source, {}).setdefault(reason, [])
         for place in places[np.argsort(drawn)[:EXAMPLES]].tolist():
             number = int(ids[place])
             value = float(values[place]) if values is not None else None
             some.append(
                 (
-                    int(mix(np.uint64(number))),
+                    int(splitmix64(np.uint64(number))),
                     number,
                     value if value is not None and isfinite(value) else None,  # JSON has no NaN
                     int(originals[place]) if originals is not None else None,
@@ -308,7 +308,7 @@ def _remove_repeated_passages(
     for number in np.argsort(removals.ranks(taking)).tolist():
         own = slice(begins[number], ends[number])
         known = has[passages.anchor[own]]
-        part = covered(passages.word[own][known]) / int(every[number])
+        part = words_covered(passages.word[own][known]) / int(every[number])
         if part >= share and not removals.protected[taking[number]]:
             gone[int(taking[number])] = part
         else:
@@ -369,7 +369,7 @@ def select_documents(
     )
     mark = sha256(np.packbits(stay).tobytes()).hexdigest() if stay is not None else ""
     key = key_of_corpus(corpus, to_plain(rules), mark)
-    if key_of(folder / SELECTION) == key:
+    if finished_key(folder / SELECTION) == key:
         return Selection.load(folder / SELECTION)
     found = find_duplicates(corpus, rules, folder / DUPLICATES, memory)
     selection = decide_removals(corpus, rules, found.identical, found.pairs, found.passages, stay)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.quality.batches import I64, U64, run_starts
-from trainctl.data.quality.columns import Columns, ColumnWriter, MeasuredCorpus, key_of
+from trainctl.data.quality.columns import Columns, ColumnWriter, MeasuredCorpus, finished_key
 from trainctl.data.quality.measurement import HASHES, Bands, jaccard
 from trainctl.data.quality.selection import Rules
 
@@ -59,7 +59,7 @@ def equal_keys(
         scratch.mkdir(parents=True)
         for keys, ids in rows():
             if len(keys):
-                _distribute(keys, ids, bits, scratch)
+                _distribute_to_buckets(keys, ids, bits, scratch)
         for path in sorted(scratch.iterdir()):
             table = np.fromfile(path, _ROW)
             path.unlink()
@@ -68,7 +68,7 @@ def equal_keys(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _distribute(keys: U64, ids: I64, bits: int, folder: Path) -> None:
+def _distribute_to_buckets(keys: U64, ids: I64, bits: int, folder: Path) -> None:
     bucket = (keys >> np.uint64(64 - bits)).astype(np.int64)
     order = np.argsort(bucket, kind="stable")
     table = np.empty(len(keys), _ROW)
@@ -89,7 +89,7 @@ def _equal_groups(keys: U64, ids: I64) -> Iterator[Groups]:
         yield ids[np.repeat(several, counts)], counts[several]
 
 
-def components(pairs: npt.NDArray[np.int64]) -> tuple[I64, I64]:
+def connected_components(pairs: npt.NDArray[np.int64]) -> tuple[I64, I64]:
     """Return the ids in pairs, ascending, and the lowest id in each one's connected component.
 
     Every id takes the lowest label of its neighbors until nothing changes, with path halving in
@@ -186,7 +186,7 @@ def near_pairs(
         search.compare(groups)
     first = search.found()
     if len(first.ids):
-        members, lowest = components(first.ids)
+        members, lowest = connected_components(first.ids)
         search.compare(by_group(lowest, members))
     return search.found()
 
@@ -226,7 +226,7 @@ class _Search:
     def found(self) -> Pairs:
         """Return all pairs found so far, each once."""
         self._verify()
-        self._found = [_merged(self._found)]
+        self._found = [_merge_pairs(self._found)]
         return self._found[0]
 
     def _compare_in_rounds(self, ids: I64) -> None:
@@ -250,7 +250,7 @@ class _Search:
         if self._pending:
             candidates = np.concatenate(self._pending)
             self._pending = []
-            self._found.append(self._judge(candidates[_distinct(candidates)]))
+            self._found.append(self._judge(candidates[_distinct_pairs(candidates)]))
 
     def _judge(self, pairs: I64) -> Pairs:
         """Return the pairs that are similar by their signatures and then by their sketches."""
@@ -263,20 +263,20 @@ class _Search:
                 self._corpus.ragged("sketch", some[:, 0]), self._corpus.ragged("sketch", some[:, 1])
             )
             found.append(Pairs(some, index.astype(np.float32)).above(self._threshold))
-        return _merged(found)
+        return _merge_pairs(found)
 
     def _signatures(self, ids: I64) -> npt.NDArray[np.uint32]:
         return self._corpus.rows("signature", ids)
 
 
-def _merged(found: Sequence[Pairs]) -> Pairs:
+def _merge_pairs(found: Sequence[Pairs]) -> Pairs:
     ids = np.concatenate([np.empty((0, 2), np.int64), *(each.ids for each in found)])
     index = np.concatenate([np.empty(0, np.float32), *(each.jaccard for each in found)])
-    first = _distinct(ids)
+    first = _distinct_pairs(ids)
     return Pairs(ids[first], index[first])
 
 
-def _distinct(pairs: I64) -> I64:
+def _distinct_pairs(pairs: I64) -> I64:
     """Return the first index of each distinct pair, in ascending order of the pairs."""
     order = np.lexsort((pairs[:, 1], pairs[:, 0]))
     return order[run_starts(*pairs[order].T)]
@@ -304,7 +304,7 @@ def find_duplicates(
     """
     wanted = (rules.near is not None, rules.substring is not None)
     key = key_of_corpus(corpus, *wanted)
-    if key_of(folder) == key:
+    if finished_key(folder) == key:
         found = Columns.load(folder)
         if rules.near is None or found.manifest["near"] <= rules.near:
             return _from_columns(found)

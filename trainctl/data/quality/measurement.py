@@ -39,13 +39,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.registry import function_of, load_spec
-from trainctl.data.permutation import mix
+from trainctl.data.permutation import splitmix64
 from trainctl.data.quality.batches import I64, U64, DocumentBatch, batches, run_starts
 from trainctl.data.quality.columns import (
     ColumnWriter,
     PartToMeasure,
-    folder_of,
-    key_of,
+    columns_folder,
+    finished_key,
 )
 from trainctl.data.quality.contamination import HeldOut
 from trainctl.errors import ExitCode, TrainctlError
@@ -60,7 +60,7 @@ HASHES = 112
 SKETCH = 4096
 """Maximum hashes of a sketch: 16 KiB, about 25,000 characters of text without repetition."""
 
-_DRAWN = mix(np.arange(2 * HASHES, dtype=np.uint64))
+_DRAWN = splitmix64(np.arange(2 * HASHES, dtype=np.uint64))
 _FACTORS = (_DRAWN[:HASHES] >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
 _MASKS = (_DRAWN[HASHES:] >> np.uint64(32)).astype(np.uint32)
 
@@ -94,7 +94,7 @@ class Bands:
         split = used.reshape(len(signatures), self.count, self.rows)
         keys = np.broadcast_to(np.arange(self.count, dtype=np.uint64), split.shape[:2])
         for row in range(self.rows):
-            keys = mix(keys ^ split[:, :, row])
+            keys = splitmix64(keys ^ split[:, :, row])
         return keys
 
 
@@ -205,7 +205,7 @@ def anchors(batch: DocumentBatch) -> tuple[U64, I64, I64]:
     return hashes[chosen], words, np.bincount(document[chosen], minlength=len(batch))
 
 
-def covered(words: I64) -> int:
+def words_covered(words: I64) -> int:
     """Count the words in the n-grams that begin at `words` (ascending), each once."""
     return int(np.minimum(np.diff(words), ANCHOR_WORDS).sum()) + ANCHOR_WORDS if len(words) else 0
 
@@ -242,7 +242,7 @@ def measure_all(
         TrainctlError: What reading a part or a user's function raises, or a process was killed
             (exit code 4). Finished parts are kept.
     """
-    work = partial(measure, folder=folder, wanted=wanted)
+    work = partial(measure_part, folder=folder, wanted=wanted)
     if processes == 1:
         for part in parts:
             work(part)
@@ -284,12 +284,12 @@ def _ignored_folder() -> Iterator[None]:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-def measure(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:
+def measure_part(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:
     """Measure a part, unless it is done."""
-    target = folder_of(part, folder)
+    target = columns_folder(part, folder)
     held_out = HeldOut.load(wanted.held_out) if wanted.held_out is not None else None
-    key = _key(part, wanted, held_out)
-    if key_of(target) == key:
+    key = _part_key(part, wanted, held_out)
+    if finished_key(target) == key:
         return
     measures = {
         name: partial(function_of("filter", name), **settings)
@@ -297,8 +297,8 @@ def measure(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:
     }
     characters = 0
     with ColumnWriter(target, key) as writer:
-        for batch in _with_one_empty(batches(part.read())):
-            writer.append(_basics(batch))
+        for batch in _batches_or_empty(batches(part.read())):
+            writer.append(_basic_columns(batch))
             if wanted.exact:
                 writer.append({"hash": text_hashes(batch)})
             if wanted.near:
@@ -327,7 +327,7 @@ def text_hashes(batch: DocumentBatch) -> npt.NDArray[np.uint64]:
     return np.frombuffer(b"".join(digests), dtype="<u8").reshape(len(batch), 2)
 
 
-def _basics(batch: DocumentBatch) -> dict[str, npt.NDArray[Any]]:
+def _basic_columns(batch: DocumentBatch) -> dict[str, npt.NDArray[Any]]:
     number = np.array([entry.number for entry in batch.entries], dtype=np.int64)
     return {"number": number, "characters": batch.ends - batch.starts}
 
@@ -338,7 +338,7 @@ def _append_near(writer: ColumnWriter, batch: DocumentBatch) -> None:
     writer.append_ragged("sketch", *sketches(values, counts))
 
 
-def _with_one_empty(every: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
+def _batches_or_empty(every: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
     """Yield the batches, or one empty batch, so that an empty part has all columns."""
     empty = True
     for batch in every:
@@ -356,7 +356,7 @@ def _filter_settings(part: PartToMeasure) -> dict[str, dict[str, Any]]:
     }
 
 
-def _key(part: PartToMeasure, wanted: WantedColumns, held_out: HeldOut | None) -> str:
+def _part_key(part: PartToMeasure, wanted: WantedColumns, held_out: HeldOut | None) -> str:
     """Return a digest of everything that a part's columns depend on."""
     what = [
         *(VERSION, part.source, part.name, part.identity, _filter_settings(part)),

@@ -125,7 +125,7 @@ class Selection:
                 for source, of in facts["counts"].items()
             },
             examples={
-                source: {reason: tuple(map(example_of, some)) for reason, some in of.items()}
+                source: {reason: tuple(map(example_from_json, some)) for reason, some in of.items()}
                 for source, of in facts["examples"].items()
             },
             common_ngrams=facts["common_ngrams"],
@@ -133,7 +133,7 @@ class Selection:
         )
 
 
-def example_of(data: dict[str, Any]) -> Example:
+def example_from_json(data: dict[str, Any]) -> Example:
     """Create an example from its JSON."""
     like = data["like"]
     return Example(**{**data, "like": tuple(like) if like is not None else None})

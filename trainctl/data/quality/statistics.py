@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.permutation import mix
+from trainctl.data.permutation import splitmix64
 from trainctl.data.quality.batches import (
     I64,
     LETTER,
@@ -54,7 +54,7 @@ REPEATED_TOP = (2, 3, 4)
 REPEATED = (5, 6, 7, 8, 9, 10)
 
 
-def quality(batch: DocumentBatch) -> Statistics:
+def gopher_quality_statistics(batch: DocumentBatch) -> Statistics:
     """Compute the statistics of Gopher's quality rules."""
     tokens, lines = batch.tokens, batch.lines
     words = batch.total(tokens)
@@ -66,21 +66,25 @@ def quality(batch: DocumentBatch) -> Statistics:
     return _as_columns(
         {
             "words": words,
-            "mean_word_length": _share(batch.total(tokens, tokens.lengths), words),
-            "hashes_per_word": _share(_count(batch, batch.codes == ord("#")), words),
-            "ellipses_per_word": _share(_count(batch, dotted), words),
+            "mean_word_length": _divide_or_zero(batch.total(tokens, tokens.lengths), words),
+            "hashes_per_word": _divide_or_zero(
+                _characters_per_document(batch, batch.codes == ord("#")), words
+            ),
+            "ellipses_per_word": _divide_or_zero(_characters_per_document(batch, dotted), words),
             "lines": line_count,
-            "bullet_lines": _share(batch.total(lines, np.isin(first, _BULLETS)), line_count),
-            "ellipsis_lines": _share(
+            "bullet_lines": _divide_or_zero(
+                batch.total(lines, np.isin(first, _BULLETS)), line_count
+            ),
+            "ellipsis_lines": _divide_or_zero(
                 batch.total(lines, dotted[lines.ends - 1] | (last == _ELLIPSIS)), line_count
             ),
-            "words_with_letters": _share(batch.total(tokens, lettered), words),
+            "words_with_letters": _divide_or_zero(batch.total(tokens, lettered), words),
             "stop_words": _distinct_words(batch, STOP_WORDS),
         }
     )
 
 
-def repetition(batch: DocumentBatch) -> Statistics:
+def gopher_repetition_statistics(batch: DocumentBatch) -> Statistics:
     """Compute the statistics of Gopher's repetition rules.
 
     Every occurrence after the first is repeated. A character in several repeated n-grams counts
@@ -88,17 +92,17 @@ def repetition(batch: DocumentBatch) -> Statistics:
     """
     result: dict[str, npt.NDArray[np.float64]] = {}
     for name, spans in (("lines", batch.lines), ("paragraphs", batch.paragraphs)):
-        again = _repeated(batch.hashes(spans), spans.document)
+        again = _repeated_spans(batch.hashes(spans), spans.document)
         every = batch.total(spans, spans.lengths)
-        result[f"repeated_{name}"] = _share(batch.total(spans, again), batch.total(spans))
-        result[f"repeated_{name}_characters"] = _share(
+        result[f"repeated_{name}"] = _divide_or_zero(batch.total(spans, again), batch.total(spans))
+        result[f"repeated_{name}_characters"] = _divide_or_zero(
             batch.total(spans, spans.lengths * again), every
         )
     result |= _repeated_ngrams(batch)
     return _as_columns(result)
 
 
-def c4(batch: DocumentBatch) -> Statistics:
+def c4_statistics(batch: DocumentBatch) -> Statistics:
     """Compute the statistics of C4's rules, among them the share of lines C4 would keep."""
     lines = batch.lines
     last = np.isin(batch.codes[lines.ends - 1], _TERMINAL) & ~_ends_in_dots(batch)[lines.ends - 1]
@@ -117,28 +121,30 @@ def c4(batch: DocumentBatch) -> Statistics:
     stops[:-1] &= (batch.classes[1:] & SPACE) != 0
     return _as_columns(
         {
-            "sentences": _count(batch, stops),
-            "c4_lines": _share(batch.total(lines, kept), batch.total(lines)),
-            "curly_brackets": _count(batch, batch.codes == ord("{")),
+            "sentences": _characters_per_document(batch, stops),
+            "c4_lines": _divide_or_zero(batch.total(lines, kept), batch.total(lines)),
+            "curly_brackets": _characters_per_document(batch, batch.codes == ord("{")),
             "lorem_ipsum": np.array([text.count("lorem ipsum") for text in batch.lowered], float),
         }
     )
 
 
-def fineweb(batch: DocumentBatch) -> Statistics:
+def fineweb_statistics(batch: DocumentBatch) -> Statistics:
     """Compute the statistics of FineWeb's own rules."""
     lines = batch.lines
     count = batch.total(lines)
     ended = np.isin(batch.codes[lines.ends - 1], _TERMINAL)
-    again = _repeated(batch.hashes(lines), lines.document)
+    again = _repeated_spans(batch.hashes(lines), lines.document)
     return _as_columns(
         {
-            "terminated_lines": _share(batch.total(lines, ended), count),
-            "short_lines": _share(batch.total(lines, lines.lengths < _SHORT_LINE), count),
-            "repeated_lines_characters": _share(
+            "terminated_lines": _divide_or_zero(batch.total(lines, ended), count),
+            "short_lines": _divide_or_zero(batch.total(lines, lines.lengths < _SHORT_LINE), count),
+            "repeated_lines_characters": _divide_or_zero(
                 batch.total(lines, lines.lengths * again), batch.total(lines, lines.lengths)
             ),
-            "lines_per_word": _share(_count(batch, batch.codes == 10), batch.total(batch.tokens)),
+            "lines_per_word": _divide_or_zero(
+                _characters_per_document(batch, batch.codes == 10), batch.total(batch.tokens)
+            ),
         }
     )
 
@@ -158,26 +164,30 @@ def _repeated_ngrams(batch: DocumentBatch) -> dict[str, npt.NDArray[np.float64]]
     result = {}
     for size in range(min(REPEATED_TOP), max(REPEATED) + 1):
         begin = begin[begin + size <= last[begin]]
-        keys = mix(hashed.hashes(begin, begin + size) ^ mix(tokens.document[begin].view(np.uint64)))
-        order, run_starts = _runs(keys)
+        keys = splitmix64(
+            hashed.hashes(begin, begin + size) ^ splitmix64(tokens.document[begin].view(np.uint64))
+        )
+        order, run_starts = _order_and_run_starts(keys)
         runs = np.diff(np.append(run_starts, len(order)))
         if size in REPEATED_TOP:
             one = begin[order[run_starts[runs > 1]]]
             covered = (lengths[one + size] - lengths[one]) * runs[runs > 1]
             top = np.zeros(len(batch))
             np.maximum.at(top, tokens.document[one], covered)
-            result[f"top_{size}gram_characters"] = np.minimum(_share(top, every), 1)
+            result[f"top_{size}gram_characters"] = np.minimum(_divide_or_zero(top, every), 1)
         if size in REPEATED:
             is_first = np.zeros(len(order), dtype=np.bool_)
             is_first[run_starts] = True
-            result[f"repeated_{size}gram_characters"] = _share(
-                _covered(begin[order[~is_first]], size, tokens, len(batch)), every
+            result[f"repeated_{size}gram_characters"] = _divide_or_zero(
+                _covered_characters(begin[order[~is_first]], size, tokens, len(batch)), every
             )
         begin = np.sort(begin[order[np.repeat(runs > 1, runs)]])
     return result
 
 
-def _covered(begin: I64, size: int, tokens: Spans, documents: int) -> npt.NDArray[np.float64]:
+def _covered_characters(
+    begin: I64, size: int, tokens: Spans, documents: int
+) -> npt.NDArray[np.float64]:
     """Return the characters of words in the n-grams at `begin`, each word once, [documents]."""
     edges = np.bincount(begin, minlength=len(tokens.starts) + 1)
     edges -= np.bincount(begin + size, minlength=len(edges))[: len(edges)]
@@ -185,7 +195,7 @@ def _covered(begin: I64, size: int, tokens: Spans, documents: int) -> npt.NDArra
     return np.bincount(tokens.document, tokens.lengths * inside, documents).astype(np.float64)
 
 
-def _runs(keys: U64) -> tuple[I64, I64]:
+def _order_and_run_starts(keys: U64) -> tuple[I64, I64]:
     """Return an order that puts equal keys together (first occurrence first), and the runs' starts.
 
     Positions are sorted with the keys, in their low bits, which costs a quarter of `argsort`.
@@ -197,9 +207,9 @@ def _runs(keys: U64) -> tuple[I64, I64]:
     return (packed & mask).astype(np.int64), np.flatnonzero(run_starts(packed >> bits))
 
 
-def _repeated(hashes: U64, document: I64) -> Bool:
+def _repeated_spans(hashes: U64, document: I64) -> Bool:
     """Return the mask of spans that occurred earlier in their document, [spans]."""
-    order, starts = _runs(mix(hashes ^ mix(document.view(np.uint64))))
+    order, starts = _order_and_run_starts(splitmix64(hashes ^ splitmix64(document.view(np.uint64))))
     again = np.ones(len(order), dtype=np.bool_)
     again[order[starts]] = False
     return again
@@ -223,7 +233,7 @@ def _ends_in_dots(batch: DocumentBatch) -> Bool:
     return three
 
 
-def _count(batch: DocumentBatch, which: Bool) -> npt.NDArray[np.float64]:
+def _characters_per_document(batch: DocumentBatch, which: Bool) -> npt.NDArray[np.float64]:
     """Count true characters per document, [documents], without the line feeds between documents."""
     places = np.flatnonzero(which)
     places = places[~np.isin(places, batch.ends)]
@@ -231,7 +241,7 @@ def _count(batch: DocumentBatch, which: Bool) -> npt.NDArray[np.float64]:
     return np.bincount(document, minlength=len(batch)).astype(np.float64)
 
 
-def _share(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def _divide_or_zero(part: npt.NDArray[Any], whole: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     result = np.zeros(len(whole))
     np.divide(part, whole, out=result, where=whole > 0)
     return result
@@ -247,7 +257,7 @@ def word_list(batch: DocumentBatch, *, file: str) -> Statistics:
     An entry of several words matches consecutive words, and counts as one.
     """
     found = np.zeros(len(batch))
-    for size, hashes in _hashed(file).items():
+    for size, hashes in _hash_entries(file).items():
         grams, begin = batch.ngrams(size, short=False)
         found += np.bincount(
             batch.words.document[begin[np.isin(grams, hashes)]], minlength=len(batch)
@@ -314,7 +324,7 @@ def _list_lines(path: str) -> list[str]:
 
 
 @cache
-def _hashed(path: str) -> dict[int, U64]:
+def _hash_entries(path: str) -> dict[int, U64]:
     """Return the hashes of a list's entries by their number of words."""
     batch = DocumentBatch([Entry(number, line) for number, line in enumerate(_list_lines(path))])
     counts = batch.total(batch.words)

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 
-from trainctl.data.cache_files import crc32_of, writing
+from trainctl.data.cache_files import convert_write_errors, crc32_of
 from trainctl.data.streaming.transfer import ShardFacts
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.readers.remote import Notify
@@ -188,7 +188,7 @@ class ShardCache:
     ) -> None:
         self._folder, self._limit = folder, limit
         self._facts, self._fetch, self._next_use, self._tell = facts, fetch, next_use, notify
-        with writing(folder):
+        with convert_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
     def opened(self, name: str) -> int:
@@ -248,7 +248,7 @@ class ShardCache:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with writing(self._folder):
+        with convert_write_errors(self._folder):
             lock = open_lock(self._folder / _LOCK)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -275,7 +275,7 @@ class ShardCache:
                 if is_urgent and len(finished) == len(here):
                     raise self._too_small_error(size)
                 return None
-            with writing(self._folder):
+            with convert_write_errors(self._folder):
                 for each in removed:
                     (self._folder / each).unlink(missing_ok=True)
                 return self._reserve(self._folder / (name + _UNFINISHED), size)
@@ -329,7 +329,7 @@ class ShardCache:
                     hint="write it again: remove it there, and trainctl data prepare ... --to URL",
                     exit_code=ExitCode.environment,
                 )
-            with self._locked(), writing(self._folder):
+            with self._locked(), convert_write_errors(self._folder):
                 os.fsync(descriptor)
                 unfinished.rename(self._folder / name)
             fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -346,7 +346,7 @@ class ShardCache:
         for block in self._fetch(name):
             if at + len(block) > facts.size:
                 return f"has more than its {facts.size:,} bytes"
-            with writing(self._folder):
+            with convert_write_errors(self._folder):
                 os.pwrite(descriptor, block, at)
             at, crc = at + len(block), zlib.crc32(block, crc)
         if at != facts.size:
@@ -362,6 +362,6 @@ class ShardCache:
         )
 
 
-def never(_: str) -> float:
+def never_used_again(_: str) -> float:
     """Return infinity: a next use for shards that are not needed again."""
     return inf

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig, RunConfig
-from trainctl.data.cache_files import cache_folder, writing
+from trainctl.data.cache_files import cache_folder, convert_write_errors
 from trainctl.data.corpus_record import Corpus, Split
 from trainctl.data.order import SampleOrder
 from trainctl.data.streaming.cache import Lookahead, ShardCache
@@ -28,11 +28,11 @@ from trainctl.data.streaming.transfer import (
     StreamRecord,
     as_url,
     blocks_of_shard,
-    name_of,
     read_record,
-    shards_of,
+    shard_file_name,
+    shards_covering,
     split_and_number,
-    unpacked,
+    unpack_shard,
     upload_shards,
 )
 from trainctl.data.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ def open_streamed_corpus(section: StreamConfig, tokenizer: Tokenizer, notify: No
             exit_code=ExitCode.environment,
         ) from None
     folder = shard_cache_folder(section, record.digest)
-    with writing(folder):
+    with convert_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / RECORD, record.as_json())
     return replace(corpus, folder=as_url(section.url))
@@ -197,7 +197,7 @@ def check_shard_caches(config: RunConfig, corpora: Mapping[str, Corpus]) -> None
     for name, section in sources_of(config.data).items():
         if not isinstance(section, StreamConfig):
             continue
-        stream = _stream_of(section, corpora[name])
+        stream = _open_stream(section, corpora[name])
         record = stream.record
         sizes = [facts.size for facts in record.shards["train"]]
         needed = shards_needed(section.shuffle_shards, shuffle=config.data.shuffle)
@@ -222,14 +222,14 @@ def check_shard_caches(config: RunConfig, corpora: Mapping[str, Corpus]) -> None
             )
 
 
-def with_streams(data: DataConfig, corpora: Mapping[str, Corpus]) -> dict[str, Corpus]:
+def open_remote_corpora(data: DataConfig, corpora: Mapping[str, Corpus]) -> dict[str, Corpus]:
     """Return the same corpora, with remote ones replaced by readable `StreamedCorpus` objects."""
     sections = sources_of(data)
     found = dict(corpora)
     for name, corpus in corpora.items():
         section = sections.get(name)
         if isinstance(section, StreamConfig):
-            stream = _stream_of(section, corpus)
+            stream = _open_stream(section, corpus)
             plain = {**asdict(corpus), "train": corpus.train, "held_out": corpus.held_out}
             found[name] = StreamedCorpus(**plain, stream=stream)
     return found
@@ -262,7 +262,7 @@ def upload_corpus(
     return upload_shards(place, record, splits, show)
 
 
-def _stream_of(section: StreamConfig, corpus: Corpus) -> Stream:
+def _open_stream(section: StreamConfig, corpus: Corpus) -> Stream:
     """Open a remote corpus by the locally kept record, or read the record again if it is gone."""
     assert section.url is not None
     kept = shard_cache_folder(section, corpus.digest) / RECORD
@@ -308,7 +308,7 @@ class StreamedTokens:
         start, stop, step = span.indices(self._length)
         assert step == 1
         parts, size = [], self._record.shard_tokens
-        for number in shards_of(start, stop, size):
+        for number in shards_covering(start, stop, size):
             with self._shard(number) as (ids, _):
                 last = min(stop, number * size + len(ids))
                 parts.append(ids[start - number * size : last - number * size].copy())
@@ -342,7 +342,7 @@ class StreamedTokens:
     @contextmanager
     def _shard(self, number: int) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         """Map a shard and provide its ids and document ends."""
-        name = name_of(self._split, number)
+        name = shard_file_name(self._split, number)
         descriptor = self._cache.opened(name)
         try:
             mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
@@ -351,7 +351,7 @@ class StreamedTokens:
         if hasattr(mmap, "MADV_RANDOM"):
             mapped.madvise(mmap.MADV_RANDOM)
         # The views keep the map open until they are deleted; callers copy what they need.
-        yield unpacked(memoryview(mapped), self._record.facts(name), self._record.dtype)
+        yield unpack_shard(memoryview(mapped), self._record.facts(name), self._record.dtype)
 
 
 class StreamedEnds:

@@ -117,7 +117,7 @@ class StreamRecord:
                 raise ValueError("its digest, which folders are named after, is none")
             for split in SPLITS:
                 if len(splits[split]) != len(
-                    list(spans(record.tokens(split), record.shard_tokens))
+                    list(shard_spans(record.tokens(split), record.shard_tokens))
                 ):
                     raise ValueError(f"the shards of {split} do not have its tokens")
             return record
@@ -129,18 +129,18 @@ class StreamRecord:
             ) from None
 
 
-def name_of(split: str, number: int) -> str:
+def shard_file_name(split: str, number: int) -> str:
     """Return the file name of a shard."""
     return f"{split}-{number:05d}.shard"
 
 
 def split_and_number(name: str) -> tuple[str, int]:
-    """Return the split and number in a shard's file name: the inverse of `name_of`."""
+    """Return the split and number in a shard's file name: the inverse of `shard_file_name`."""
     split, _, number = name.removesuffix(".shard").rpartition("-")
     return split, int(number)
 
 
-def folder_of(digest: str) -> str:
+def corpus_folder_name(digest: str) -> str:
     """Return the folder of a corpus's shards under its URL.
 
     It is named by digest, so that the shards of another, unfinished corpus are not mixed in.
@@ -148,13 +148,13 @@ def folder_of(digest: str) -> str:
     return digest[:16]
 
 
-def spans(tokens: int, shard_tokens: int) -> Iterator[tuple[int, int]]:
+def shard_spans(tokens: int, shard_tokens: int) -> Iterator[tuple[int, int]]:
     """Yield the range of tokens of each shard of a split."""
     for start in range(0, tokens, shard_tokens):
         yield start, min(start + shard_tokens, tokens)
 
 
-def shards_of(start: int, stop: int, shard_tokens: int) -> range:
+def shards_covering(start: int, stop: int, shard_tokens: int) -> range:
     """Return the fewest shards from which tokens `start` up to `stop` can be read.
 
     Each shard also has the first token behind it.
@@ -165,7 +165,7 @@ def shards_of(start: int, stop: int, shard_tokens: int) -> range:
     return range(first, max(first + 1, -(-(stop - 1) // shard_tokens)))
 
 
-def packed(
+def pack_shard(
     ids: Tokens, ends: npt.NDArray[Any], start: int, stop: int, dtype: np.dtype[Any]
 ) -> bytes:
     """Return the file content of the shard with tokens `start` up to `stop` of a split.
@@ -180,7 +180,7 @@ def packed(
     return relative.tobytes() + ids[start : stop + 1].astype(dtype).tobytes()
 
 
-def unpacked(
+def unpack_shard(
     raw: memoryview, facts: ShardFacts, dtype: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return ids and document ends (from its first token) of a shard's file, as views."""
@@ -211,7 +211,7 @@ def read_record(place: str, notify: Notify = print_notice) -> StreamRecord:
         TrainctlError: There is no prepared corpus, or the server does not respond (exit code 4).
     """
     url = f"{as_url(place)}/{RECORD}"
-    text = _text_of(url, notify)
+    text = _read_text(url, notify)
     if text is None:
         raise TrainctlError(
             f"there is no prepared corpus at {place}: it has no {RECORD}",
@@ -227,7 +227,7 @@ def blocks_of_shard(place: str, digest: str, notify: Notify, name: str) -> Itera
     Raises:
         TrainctlError: The shard is missing, or the server does not respond (exit code 4).
     """
-    url = f"{as_url(place)}/{folder_of(digest)}/{name}"
+    url = f"{as_url(place)}/{corpus_folder_name(digest)}/{name}"
     files, _ = list_url(url, notify)
     if not files:
         raise TrainctlError(
@@ -257,23 +257,23 @@ def upload_shards(
     """
     url = as_url(place)
     _require_same(url, record, notify)
-    folder = f"{url}/{folder_of(record.digest)}"
+    folder = f"{url}/{corpus_folder_name(record.digest)}"
     there = {file.name: file.size for file in list_url(f"{folder}/", notify)[0]}
     work = [
         (split, number, span)
         for split in SPLITS
-        for number, span in enumerate(spans(len(splits[split][0]), record.shard_tokens))
+        for number, span in enumerate(shard_spans(len(splits[split][0]), record.shard_tokens))
     ]
 
     def write(job: tuple[str, int, tuple[int, int]]) -> ShardFacts:
         split, number, (start, stop) = job
         ids, ends = splits[split]
-        raw = packed(ids, ends, start, stop, record.dtype)
+        raw = pack_shard(ids, ends, start, stop, record.dtype)
         tokens = min(stop + 1, len(ids)) - start
         documents = (len(raw) - tokens * record.dtype.itemsize) // END.itemsize
-        name = name_of(split, number)
+        name = shard_file_name(split, number)
         if there.get(name) != len(raw):
-            _put(f"{folder}/{name}", raw, notify)
+            _write_atomically(f"{folder}/{name}", raw, notify)
         return ShardFacts(documents, len(raw), zlib.crc32(raw))
 
     facts: dict[str, list[ShardFacts]] = {split: [] for split in SPLITS}
@@ -285,12 +285,12 @@ def upload_shards(
                 facts[job[0]].append(made)
             show(f"writing to {place}: {first + len(jobs):,} of {len(work):,} shards")
     whole = replace(record, shards={split: tuple(facts[split]) for split in SPLITS})
-    _put(f"{url}/{RECORD}", whole.as_json(), notify)
+    _write_atomically(f"{url}/{RECORD}", whole.as_json(), notify)
     return whole
 
 
 def _require_same(url: str, record: StreamRecord, notify: Notify) -> None:
-    text = _text_of(f"{url}/{RECORD}", notify)
+    text = _read_text(f"{url}/{RECORD}", notify)
     if text is None:
         return
     other = StreamRecord.from_json(text, f"{url}/{RECORD}")
@@ -302,7 +302,7 @@ def _require_same(url: str, record: StreamRecord, notify: Notify) -> None:
         )
 
 
-def _text_of(url: str, notify: Notify) -> bytes | None:
+def _read_text(url: str, notify: Notify) -> bytes | None:
     """Return the content of a small file, or None if there is none."""
     file_system, path = file_system_of(url)
 
@@ -317,7 +317,7 @@ def _text_of(url: str, notify: Notify) -> bytes | None:
     return found
 
 
-def _put(url: str, raw: bytes, notify: Notify) -> None:
+def _write_atomically(url: str, raw: bytes, notify: Notify) -> None:
     """Write a file atomically: object stores do so themselves, a local file is renamed."""
     file_system, path = file_system_of(url)
     if url.startswith("file://"):

@@ -25,7 +25,7 @@ from trainctl.config.schema import CompileKind, DataType
 from trainctl.engines.deepspeed.process_groups import model_parallel_unit, register_experts
 from trainctl.engines.deepspeed.wrapper_base import Wrapper
 from trainctl.engines.deepspeed.wrappers import wrapper_adapter
-from trainctl.engines.micro_batch import MicroBatch, Sums
+from trainctl.engines.micro_batch import MicroBatch, StepSums
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.protocol import Engine, Job
 from trainctl.errors import ExitCode, TrainctlError
@@ -214,14 +214,14 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed ends a step at each multiple of the accumulation steps since the start.
         engine.micro_steps = 0
 
-    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
+    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> StepSums:
         """Run forward and backward of each micro-batch.
 
         DeepSpeed averages gradients over the replicas, so the loss is scaled by their number to get
         a sum.
         """
         scale = self.mesh.replicas.size / num_labels
-        sums = Sums(self._process.device)
+        sums = StepSums(self._process.device)
         for index, batch in enumerate(batches):
             with self.times.part("forward"):
                 loss = self.deepspeed(*self._arguments(batch))

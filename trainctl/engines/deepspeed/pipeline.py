@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from trainctl.engines.deepspeed.engine import DeepSpeedEngine
-from trainctl.engines.micro_batch import MicroBatch, Sums
+from trainctl.engines.micro_batch import MicroBatch, StepSums
 from trainctl.engines.process import Axis, ProcessMesh
 from trainctl.engines.protocol import Job
 from trainctl.plans.types import Batch
@@ -53,7 +53,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._pipeline = job.mesh.pipeline
         self._stage: Any = job.module
         self._scale = 1.0
-        self._sums = Sums(job.process.device)
+        self._sums = StepSums(job.process.device)
         super().__init__(job)
         # Functions of a schedule's instructions; DeepSpeed accepts no other schedule.
         instructions = self.deepspeed._INSTRUCTION_MAP
@@ -102,10 +102,10 @@ class PipelineEngine(DeepSpeedEngine):
             self.deepspeed.reset_activation_shape()  # shape of the previous micro-batches
         super().set_batch(batch)
 
-    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
+    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> StepSums:
         # DeepSpeed divides the loss by the number of micro-batches.
         self._scale = self.mesh.replicas.size * len(batches) / num_labels
-        self._sums = Sums(self._process.device)
+        self._sums = StepSums(self._process.device)
         self.deepspeed.train_batch(iter([self._pair(batch) for batch in batches]))
         return self._sums
 

@@ -200,7 +200,7 @@ class Wrapper(States):
         self._wrapper.zero_grad()
 
 
-class OnHost(Wrapper):
+class HostOptimizerMixin(Wrapper):
     """Mixin for optimizers in host memory; it comes before the wrapper's class."""
 
     def _gradient(self, index: int) -> list[torch.Tensor]:

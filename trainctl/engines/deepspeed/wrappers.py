@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainctl.engines.deepspeed.partition import partition_range
-from trainctl.engines.deepspeed.wrapper_base import OnHost, Wrapper, updater_of
+from trainctl.engines.deepspeed.wrapper_base import HostOptimizerMixin, Wrapper, updater_of
 from trainctl.engines.protocol import CLIPPING_EPSILON, Change, Updater
 from trainctl.engines.shards import ElementRange, Fragment, split_transposed
 from trainctl.errors import TrainctlError
@@ -120,7 +120,7 @@ class Stage1And2(_ByGroups):
             self._wrapper.all_grad_tensors[index] = None
 
 
-class Stage1And2OnHost(OnHost, Stage1And2):
+class Stage1And2OnHost(HostOptimizerMixin, Stage1And2):
     """Adapter of `DeepSpeedZeroOptimizer` with the optimizer in host memory."""
 
     def _wait(self) -> None:
@@ -200,7 +200,7 @@ class Replicated(Wrapper):
             flat[fragment.start : fragment.start + fragment.numel].copy_(values)
 
 
-class Unwrapped(Replicated):
+class UnwrappedOptimizer(Replicated):
     """Adapter of a torch optimizer without a wrapper, in fp32; clipping uses the trainer's norm."""
 
     def _wrapped(self) -> Optimizer:
@@ -285,7 +285,7 @@ class Stage3(Wrapper):
         wrapper.inf_or_nan_tracker.zero_()  # the overflow flag of fp16
 
 
-class Stage3OnHost(OnHost, Stage3):
+class Stage3OnHost(HostOptimizerMixin, Stage3):
     """Adapter of `DeepSpeedZeroOptimizer_Stage3` with the optimizer in host memory or on NVMe.
 
     Some sub-groups may stay on the device, where a second optimizer updates them.
@@ -373,6 +373,6 @@ def wrapper_adapter(wrapper: Any) -> type[Wrapper]:
         case FP16_UnfusedOptimizer():
             return MasterCopies
         case Optimizer():
-            return Unwrapped
+            return UnwrappedOptimizer
         case _:
             raise AssertionError(f"DeepSpeed has a wrapper without an adapter: {type(wrapper)}")

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from trainctl.config.schema import Accelerator
 from trainctl.engines import patch_checks as declared
 from trainctl.engines.cpu_matmul import use_fp32_cpu_products
-from trainctl.engines.micro_batch import MicroBatch, Sums
+from trainctl.engines.micro_batch import MicroBatch, StepSums
 from trainctl.engines.process import (
     Axis,
     Process,
@@ -136,7 +136,7 @@ class ShardMaker:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ShardedParameter:
     """A parameter that `fully_shard` manages."""
 
     shard: nn.Parameter
@@ -165,7 +165,7 @@ def shard_model(
     replicas: Axis,
     settings: Settings,
     device: torch.device,
-) -> tuple[list[FSDPModule], list[Sharded]]:
+) -> tuple[list[FSDPModule], list[ShardedParameter]]:
     """Let torch gather each block while it runs, and all other parameters while the model runs.
 
     The embedding is in one unit with the output projection. In a unit of its own it would silently
@@ -212,7 +212,7 @@ def shard_model(
             assert isinstance(local, DTensor)
             shard.data = local.to_local()
         units.append(sharded)
-    return units, [Sharded(shard, found[shard]) for shard in pieces]
+    return units, [ShardedParameter(shard, found[shard]) for shard in pieces]
 
 
 def _parameter_places(unit: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -253,7 +253,7 @@ class Shards(States):
     def __init__(
         self,
         optimizer: Optimizer,
-        parameters: Sequence[Sharded],
+        parameters: Sequence[ShardedParameter],
         units: Sequence[FSDPModule],
         pieces: Pieces,
         replicas: Axis,
@@ -340,14 +340,14 @@ class Fsdp2Engine(Engine):
     def module(self) -> nn.Module:
         return self._module
 
-    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> Sums:
+    def run(self, batches: Sequence[MicroBatch], num_labels: float) -> StepSums:
         """Run forward and backward of each micro-batch.
 
         torch averages gradients over the replicas, so the loss is scaled by their number to get a
         sum.
         """
         scale = self.mesh.replicas.size / num_labels
-        sums = Sums(self._process.device)
+        sums = StepSums(self._process.device)
         for index, batch in enumerate(batches):
             is_last = index + 1 == len(batches)
             reduces = is_last or self._settings.reduce_every_micro_batch

@@ -64,11 +64,13 @@ def main() -> int:
     run = RunPaths(tag.directory)
     plan = read_plan(run.attempt(tag.attempt).plan)
     size = _SIZES.get(plan.hardware.accelerator, _ON_DEVICES)
-    device = _join(plan)
+    device = _join_ranks(plan)
     rank, world = dist.get_rank(), dist.get_world_size()
     speeds: list[Speed] = [Speed(0, "", 0.0)] * world
-    dist.all_gather_object(speeds, Speed(rank, socket.gethostname(), _tflops(size.width, device)))
-    bandwidth = _bandwidth(size.buffer_bytes, device)
+    dist.all_gather_object(
+        speeds, Speed(rank, socket.gethostname(), _measure_tflops(size.width, device))
+    )
+    bandwidth = _measure_bandwidth(size.buffer_bytes, device)
     if rank == 0:
         with EventWriter(run.events, tag.attempt) as events:
             events.write(
@@ -76,7 +78,7 @@ def main() -> int:
                 all_reduce_gb_per_second=bandwidth,
                 buffer_bytes=size.buffer_bytes,
                 speeds=[asdict(speed) for speed in speeds],
-                slow=[asdict(speed) for speed in slow(speeds)],
+                slow=[asdict(speed) for speed in slow_ranks(speeds)],
             )
     dist.destroy_process_group()
     least = plan.config.launcher.min_bandwidth_gb_per_second
@@ -91,13 +93,13 @@ def main() -> int:
     return int(ExitCode.environment)
 
 
-def slow(speeds: Sequence[Speed]) -> list[Speed]:
+def slow_ranks(speeds: Sequence[Speed]) -> list[Speed]:
     """Return the ranks that the others will wait for in every step."""
     usual = statistics.median(speed.tflops for speed in speeds)
     return [speed for speed in speeds if speed.tflops < SLOW * usual]
 
 
-def _join(plan: RunPlan) -> torch.device:
+def _join_ranks(plan: RunPlan) -> torch.device:
     """Join the other ranks in a process group of its own; training creates its groups later."""
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     device = torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
@@ -119,27 +121,27 @@ def _join(plan: RunPlan) -> torch.device:
     return device
 
 
-def _tflops(width: int, device: torch.device) -> float:
+def _measure_tflops(width: int, device: torch.device) -> float:
     kind = torch.float32 if device.type == "cpu" else torch.bfloat16
     left = torch.randn(width, width, device=device, dtype=kind)
-    times = [_seconds(lambda: torch.mm(left, left), device) for _ in range(_ROUNDS + 1)]
+    times = [_time_work(lambda: torch.mm(left, left), device) for _ in range(_ROUNDS + 1)]
     return 2 * width**3 / statistics.median(times[1:]) / 1e12
 
 
-def _bandwidth(size: int, device: torch.device) -> float:
+def _measure_bandwidth(size: int, device: torch.device) -> float:
     """Return the bus bandwidth of an all-reduce, in GB/s: the slowest rank's, on every rank.
 
     Each byte crosses the buses 2 (n - 1) / n times (nccl-tests, PERFORMANCE.md). All ranks call it.
     """
     world = dist.get_world_size()
     buffer = torch.zeros(size // 4, device=device)
-    times = [_seconds(lambda: dist.all_reduce(buffer), device) for _ in range(_ROUNDS + 1)]
+    times = [_time_work(lambda: dist.all_reduce(buffer), device) for _ in range(_ROUNDS + 1)]
     longest = torch.tensor(statistics.median(times[1:]), dtype=torch.float64, device=device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return 2 * (world - 1) / world * size / float(longest) / 1e9
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def _time_work(work: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     work()
     if device.type != "cpu":

@@ -92,7 +92,7 @@ class HangDetector:
         """Return the main thread's stack, innermost call first, of each rank that answers."""
         # A rank without a beat may have no signal handler yet: SIGUSR1 would kill it.
         log_sizes = {
-            rank: _size(self._attempt.rank_log(rank)) for rank in pids if rank in self._beats
+            rank: _file_size(self._attempt.rank_log(rank)) for rank in pids if rank in self._beats
         }
         for rank in log_sizes:
             kill(pids[rank], signal.SIGUSR1)
@@ -122,14 +122,14 @@ def kernel_state(pid: int) -> list[str]:
     """Return lines from `/proc` about a process that does not answer, its state first."""
     lines = []
     folder = Path("/proc", str(pid))
-    for line in _read(folder / "status").splitlines():
+    for line in _read_text(folder / "status").splitlines():
         if line.startswith("State:"):
             lines.append("process state " + " ".join(line.split()[1:]))
     lines = lines or ["process state unknown"]
-    waits_in = _read(folder / "wchan").strip()
+    waits_in = _read_text(folder / "wchan").strip()
     if waits_in not in ("", "0"):
         lines.append(f"waits in {waits_in}")
-    return [*lines, *_read(folder / "stack").splitlines()]  # only root can read the stack
+    return [*lines, *_read_text(folder / "stack").splitlines()]  # only root can read the stack
 
 
 def _blame_order(stack: list[str] | None) -> int:
@@ -159,11 +159,11 @@ def _innermost_call(stack: list[str]) -> str:
     return f"{found[1]}:{found[2]} in {found[3]}" if found else stack[0].strip()
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:

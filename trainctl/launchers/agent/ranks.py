@@ -29,7 +29,7 @@ from trainctl.launchers.agent.rendezvous import NodeRendezvous
 from trainctl.runs.command import FORK_FLAG, AttemptCommand
 from trainctl.runs.failures import (
     Cause,
-    describe,
+    describe_exit,
     disk_is_full,
     effective_return_code,
     error_line,
@@ -78,7 +78,7 @@ def start_ranks(
         if pids is None:
             terminate_with_builds(tag, grace_seconds=0)  # the server may have forked some ranks
     if pids is None:
-        pids = [_start(of_rank) for of_rank in variables]
+        pids = [_start_rank(of_rank) for of_rank in variables]
     return {int(of_rank["RANK"]): pid for of_rank, pid in zip(variables, pids, strict=False)}
 
 
@@ -148,7 +148,7 @@ def watch_ranks(
         time.sleep(_LOOK_SECONDS)
 
 
-def _start(variables: Mapping[str, str]) -> int:
+def _start_rank(variables: Mapping[str, str]) -> int:
     """Start a rank as a command. Until it opens its own log, it writes to the agent's log."""
     with block_sigterm():
         started = subprocess.Popen(
@@ -268,7 +268,7 @@ class AgentRecords:
             where = {"pid": None, "node": node.node, "host": node.host}
         log = self._attempt.rank_log(rank)
         return_code = effective_return_code(return_code, log)
-        fields = describe(
+        fields = describe_exit(
             return_code,
             log,
             host_oom_kills=oom_kills,

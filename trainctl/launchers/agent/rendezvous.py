@@ -87,11 +87,11 @@ class NodeRendezvous:
         elif node == 0:
             listener = _listen(self.address, port)
             self.port = listener.getsockname()[1]
-            self._store = _keep(self.address, listener)
+            self._store = _serve_store(self.address, listener)
         else:
             assert port is not None
             self.port = port
-            self._store = _connect(self.address, port)
+            self._store = _connect_to_store(self.address, port)
 
     def mark(self, name: str) -> None:
         """Set a mark that other nodes can wait for."""
@@ -174,7 +174,7 @@ class JoinWatch:
             self._report(seconds)
 
 
-def _keep(address: str, listener: socket.socket) -> TCPStore:
+def _serve_store(address: str, listener: socket.socket) -> TCPStore:
     with gc_disabled():
         from torch.distributed import TCPStore
 
@@ -188,7 +188,7 @@ def _keep(address: str, listener: socket.socket) -> TCPStore:
     )
 
 
-def _connect(address: str, port: int) -> TCPStore:
+def _connect_to_store(address: str, port: int) -> TCPStore:
     with gc_disabled():
         from torch.distributed import TCPStore
 
@@ -261,7 +261,7 @@ def find_node_identity(
     lease = environment.get(LEASE_VARIABLE)
     return NodeIdentity(
         node=node,
-        rendezvous=None if rendezvous is None else _endpoint(rendezvous),
+        rendezvous=None if rendezvous is None else _parse_endpoint(rendezvous),
         lease_seconds=None if lease is None else float(lease),
     )
 
@@ -306,7 +306,7 @@ def prepare_ranks(plan: RunPlan, ranks: int) -> None:
         os.environ[BENCHMARK_VARIABLE] = "1"
 
 
-def _endpoint(text: str) -> tuple[str, int]:
+def _parse_endpoint(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         raise TrainctlError(

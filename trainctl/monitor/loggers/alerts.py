@@ -48,7 +48,7 @@ MOST_REFUSALS = 3
 """Most tries of an alert that its server refuses (HTTP 4xx)."""
 _TEXT_LENGTH = 1000
 
-_TOLD: dict[str, tuple[AlertKind, Callable[[Event], str]]] = {
+_ALERTS_BY_EVENT: dict[str, tuple[AlertKind, Callable[[Event], str]]] = {
     "failure": (
         AlertKind.failure,
         lambda event: f"attempt {event['attempt']}: {describe_failure(event)}",
@@ -186,12 +186,12 @@ class Alerter:
                 state["stepped"] = attempt
             elif kind != "logger" and state.get("stepped") != attempt:  # before the first step
                 state["moved"], state["is_quiet"] = now, False
-            if kind not in _TOLD or (kind == "failure" and state["failed"] == attempt):
+            if kind not in _ALERTS_BY_EVENT or (kind == "failure" and state["failed"] == attempt):
                 continue  # later failures of an attempt follow from the first
             if not self._was_asked_for(attempt):
                 continue
             state["failed"] = attempt if kind == "failure" else state["failed"]
-            name, words = _TOLD[kind]
+            name, words = _ALERTS_BY_EVENT[kind]
             yield self._alert(name, words(event), now, attempt, state)
 
     def _was_asked_for(self, attempt: int) -> bool:
@@ -258,7 +258,7 @@ class Alerter:
                 self._keep(self.cursor, state)
                 try:
                     target.tell({**each["alert"], "tries": tries})
-                except Refused as error:
+                except AlertRefused as error:
                     problems.append(f"{target.name}: {error}")
                     if tries < MOST_REFUSALS:
                         break
@@ -278,9 +278,9 @@ class Alerter:
 
     def _targets(self) -> list[_Target]:
         alerts = self._configuration().logging.alerts
-        found = [_Target(url, partial(post, url)) for url in dict.fromkeys(alerts.urls)]
+        found = [_Target(url, partial(post_alert, url)) for url in dict.fromkeys(alerts.urls)]
         if alerts.command:
-            found.append(_Target("the command", partial(start, alerts.command)))
+            found.append(_Target("the command", partial(start_command, alerts.command)))
         return found
 
 
@@ -289,18 +289,18 @@ POST_SECONDS = 10.0
 COMMAND_SECONDS = 30.0
 
 
-class Refused(Exception):
+class AlertRefused(Exception):
     """The server understood the alert and refused it: trying again will rarely help."""
 
 
-class _Elsewhere(urllib.request.HTTPRedirectHandler):
+class _NoRedirectHandler(urllib.request.HTTPRedirectHandler):
     """Follows no redirect: it would be a GET without the alert, which would be lost."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
-class _Cuttable(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+class _InterruptibleHandler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
     """HTTP connections that can be cut in the middle of an answer; their timeout is per read."""
 
     def __init__(self) -> None:
@@ -330,21 +330,21 @@ class _Cuttable(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
         return self.do_open(kept, request)
 
 
-def post(url: str, alert: Mapping[str, Any]) -> None:
+def post_alert(url: str, alert: Mapping[str, Any]) -> None:
     """Send an alert as JSON to a webhook.
 
     Args:
         url: Reference to the variable that holds the URL. Error messages never contain its value.
 
     Raises:
-        Refused: The server answers with 3xx or 4xx, except for being overloaded.
+        AlertRefused: The server answers with 3xx or 4xx, except for being overloaded.
         OSError: It cannot be reached, or answers with another error.
         TrainctlError: The variable is not set.
     """
     target = resolve_text(url, os.environ)
     if not target.startswith(("http://", "https://")):
         raise OSError("what it stands for is no URL of http or https")
-    handler = _Cuttable()
+    handler = _InterruptibleHandler()
     timer = threading.Timer(POST_SECONDS, handler.cut)
     timer.daemon = True
     timer.start()
@@ -355,14 +355,14 @@ def post(url: str, alert: Mapping[str, Any]) -> None:
             headers={"Content-Type": "application/json", "User-Agent": "trainctl"},
             method="POST",
         )
-        opener = urllib.request.build_opener(_Elsewhere, handler)
+        opener = urllib.request.build_opener(_NoRedirectHandler, handler)
         opener.open(request, timeout=POST_SECONDS).close()
         if handler.is_cut:  # truncated headers look complete
             raise TimeoutError
     except urllib.error.HTTPError as error:
         told = f"the server answers {error.code}"
         if 300 <= error.code < 500 and error.code not in (408, 425, 429):
-            raise Refused(told) from None
+            raise AlertRefused(told) from None
         raise OSError(told) from None
     except urllib.error.URLError as error:
         reason = error.reason
@@ -376,7 +376,7 @@ def post(url: str, alert: Mapping[str, Any]) -> None:
         timer.cancel()
 
 
-def start(command: Sequence[str], alert: Mapping[str, Any]) -> None:
+def start_command(command: Sequence[str], alert: Mapping[str, Any]) -> None:
     """Run a program with an alert as JSON on its stdin; it ends with this process.
 
     Args:

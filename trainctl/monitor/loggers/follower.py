@@ -18,7 +18,7 @@ from trainctl.errors import TrainctlError
 from trainctl.memory.budget import budget
 from trainctl.monitor.loggers.delivery import Cursor, read_cursor, read_on
 from trainctl.monitor.loggers.points import CurveReader, curve
-from trainctl.options.logger import Followed, Point, Sink, SinkWithEnd, missing_modules_finding
+from trainctl.options.logger import FollowedRun, Point, Sink, SinkWithEnd, missing_modules_finding
 from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import config_of, effective_attempt
 from trainctl.runs.directory import read_plan, read_record, run_id
@@ -109,13 +109,13 @@ class Follower:
         folder = run.root / self._name
         ensure_folder(folder)
         config = config_of(run)
-        followed = Followed(
+        followed = FollowedRun(
             folder=folder,
             id=run_id(run),
             name=run.root.name,
             keys=getattr(config.logging, self._name, None),
             config=config,
-            about=about(run),
+            about=run_facts(run),
             curve=partial(curve, run.events),
         )
         sink: Sink = function_of("logger", self._name)(followed, state)
@@ -142,7 +142,7 @@ _OF_THE_RECORD = ("id", "name", "created", "argv", "git")
 _PACKAGES = ("trainctl", "torch", "deepspeed", "transformers")
 
 
-def about(run: RunPaths) -> dict[str, Any]:
+def run_facts(run: RunPaths) -> dict[str, Any]:
     """Return the facts as plain JSON, with references in place of secrets.
 
     Raises:

@@ -96,7 +96,7 @@ LEVEL = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduced:
+class ReducedColumn:
     """A column in buckets; NaN where a bucket has no finite number."""
 
     mean: Numbers
@@ -110,7 +110,7 @@ class Reduced:
         return bool(np.array_equal(self.min[finite], self.max[finite]))
 
 
-def edges(length: int, most: int, marks: Iterable[int] = ()) -> Edges:
+def bucket_edges(length: int, most: int, marks: Iterable[int] = ()) -> Edges:
     """Return buckets of `length` rows, about `most` at the most.
 
     Buckets have one size, except that the newest rows and the rows around marks have a bucket each:
@@ -133,7 +133,7 @@ def edges(length: int, most: int, marks: Iterable[int] = ()) -> Edges:
     return np.flatnonzero(starts)
 
 
-def reduce(values: Numbers, at: Edges) -> Reduced:
+def reduce_columns(values: Numbers, at: Edges) -> ReducedColumn:
     """Return the mean, minimum and maximum of each bucket's finite numbers.
 
     Args:
@@ -141,7 +141,7 @@ def reduce(values: Numbers, at: Edges) -> Reduced:
     """
     if len(at) == len(values):
         found = np.where(np.isfinite(values), values, np.nan)
-        return Reduced(mean=found, min=found, max=found)
+        return ReducedColumn(mean=found, min=found, max=found)
     finite = np.isfinite(values)
     count = np.add.reduceat(finite, at, dtype=np.int64)
     total = np.add.reduceat(np.where(finite, values, 0.0), at)
@@ -151,7 +151,7 @@ def reduce(values: Numbers, at: Edges) -> Reduced:
     high = np.maximum.reduceat(np.where(finite, values, -np.inf), at)
     empty = count == 0
     low[empty] = high[empty] = np.nan
-    return Reduced(mean=mean, min=low, max=high)
+    return ReducedColumn(mean=mean, min=low, max=high)
 
 
 def last_of(values: Numbers, at: Edges) -> Numbers:
@@ -161,7 +161,7 @@ def last_of(values: Numbers, at: Edges) -> Numbers:
     return last
 
 
-def packed(values: Numbers, *, exactly: bool = False) -> dict[str, Any]:
+def pack_column(values: Numbers, *, exactly: bool = False) -> dict[str, Any]:
     """Return a column as text for the page's script.
 
     The bytes of 32-bit floats, the first bytes of all numbers before the second ones, are deflated
@@ -183,6 +183,6 @@ def packed(values: Numbers, *, exactly: bool = False) -> dict[str, Any]:
     return {"n": len(values), "data": text}
 
 
-def plain(values: Numbers) -> list[float | None]:
+def plain_numbers(values: Numbers) -> list[float | None]:
     """Return a column as a list; None where a number is not finite."""
     return [float(value) if math.isfinite(value) else None for value in values]

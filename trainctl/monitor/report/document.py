@@ -14,14 +14,14 @@ from trainctl.config.codec import to_plain
 from trainctl.config.schema import walk_leaves
 from trainctl.errors import TrainctlError
 from trainctl.monitor.report import columns
-from trainctl.monitor.report.columns import Edges, GrowingColumns, Numbers, Reduced
+from trainctl.monitor.report.columns import Edges, GrowingColumns, Numbers, ReducedColumn
 from trainctl.monitor.report.history import Branch, History
 from trainctl.monitor.report.marks import newest_marks
 from trainctl.monitor.report.panels import memory_comparison, placement, time_and_cost_of
 from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import open_or_newest, open_run, read_plan, read_record
-from trainctl.runs.listing import RunSummary, summarise
+from trainctl.runs.listing import RunSummary, summarise_run
 from trainctl.runs.sweeps import existing_runs, is_sweep
 
 DOCUMENT_SCHEMA = 1
@@ -100,7 +100,7 @@ def report_document(
     """
     if most is None:
         most = max(LEAST_BUCKETS, BUCKETS // len(histories))
-    column = _packed if is_packed else _listed
+    column = _pack_series if is_packed else _listed
     now = time.time()
     found = [_Run(history, now=now, price=price) for history in histories]
     plans = [run.plan for run in found]
@@ -112,19 +112,19 @@ def report_document(
         "trainctl": __version__,
         "price": price,
         "runs": [run.to_json(most, column) for run in found],
-        "differences": differences(known) if len(known) == len(plans) > 1 else [],
+        "differences": setting_differences(known) if len(known) == len(plans) > 1 else [],
     }
 
 
 Column = Callable[..., Any]
 
 
-def _packed(values: Numbers, *, exactly: bool = False) -> Any:
-    return columns.packed(values, exactly=exactly)
+def _pack_series(values: Numbers, *, exactly: bool = False) -> Any:
+    return columns.pack_column(values, exactly=exactly)
 
 
 def _listed(values: Numbers, *, exactly: bool = False) -> Any:
-    return columns.plain(values)
+    return columns.plain_numbers(values)
 
 
 class _Run:
@@ -133,7 +133,7 @@ class _Run:
     def __init__(self, history: History, *, now: float, price: float | None) -> None:
         self._history = history
         self.record = read_record(history.run)
-        self.summary: RunSummary = summarise(history.run)
+        self.summary: RunSummary = summarise_run(history.run)
         self._standing = effective_attempt(history.run).number
         self.plan = self._plan_of(self._standing)
         self._now, self._price = now, price
@@ -141,7 +141,7 @@ class _Run:
     def to_json(self, most: int, column: Column) -> dict[str, Any]:
         history, summary = self._history, self.summary
         steps = history.steps
-        at = columns.edges(len(steps), most or max(1, len(steps)), self._rows_to_look_at())
+        at = columns.bucket_edges(len(steps), most or max(1, len(steps)), self._rows_to_look_at())
         account = time_and_cost_of(
             history,
             stop_step=summary.stop_step,
@@ -176,7 +176,7 @@ class _Run:
             "steps_read": len(steps),
             "axes": _axes(steps, at, column),
             "series": {
-                name: _series(columns.reduce(_drawn(steps, name), at), column)
+                name: _series(columns.reduce_columns(_drawn(steps, name), at), column)
                 for name in steps.names
                 if name not in NOT_SERIES
             },
@@ -221,7 +221,7 @@ class _Run:
         plans = {number: plan for number, plan in known.items() if plan is not None}
         return {
             "numbers": list(plans),
-            "differences": differences(list(plans.values())) if len(plans) > 1 else [],
+            "differences": setting_differences(list(plans.values())) if len(plans) > 1 else [],
         }
 
     def _provenance(self) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _axes(steps: GrowingColumns, at: Edges, column: Column) -> dict[str, Any]:
     }
 
 
-def _series(found: Reduced, column: Column) -> dict[str, Any]:
+def _series(found: ReducedColumn, column: Column) -> dict[str, Any]:
     """Return the columns of a curve; exact buckets need no minimum and maximum."""
     if found.is_exact:
         return {"mean": column(found.mean), "min": None, "max": None}
@@ -263,21 +263,25 @@ def _series(found: Reduced, column: Column) -> dict[str, Any]:
 
 
 def _evaluations(found: GrowingColumns, column: Column) -> dict[str, Any]:
-    at = columns.edges(len(found), EVALUATION_BUCKETS)
+    at = columns.bucket_edges(len(found), EVALUATION_BUCKETS)
     names = [name for name in found.names if name not in ("step", "time")]
     return {
         "step": column(columns.last_of(found["step"], at), exactly=True),
-        "series": {name: _series(columns.reduce(found[name], at), column) for name in names},
+        "series": {
+            name: _series(columns.reduce_columns(found[name], at), column) for name in names
+        },
         "best": _best(found),
     }
 
 
 def _callback(found: GrowingColumns, column: Column) -> dict[str, Any]:
-    at = columns.edges(len(found), CALLBACK_BUCKETS)
+    at = columns.bucket_edges(len(found), CALLBACK_BUCKETS)
     names = [name for name in found.names if name != "step"]
     return {
         "step": column(columns.last_of(found["step"], at), exactly=True),
-        "series": {name: _series(columns.reduce(found[name], at), column) for name in names},
+        "series": {
+            name: _series(columns.reduce_columns(found[name], at), column) for name in names
+        },
     }
 
 
@@ -292,17 +296,17 @@ def _best(found: GrowingColumns) -> dict[str, float] | None:
 
 def _branch(branch: Branch, column: Column) -> dict[str, Any]:
     steps = branch.steps
-    at = columns.edges(len(steps), BRANCH_BUCKETS)
+    at = columns.bucket_edges(len(steps), BRANCH_BUCKETS)
     names = [name for name in ("loss", "grad_norm", "tokens_per_second") if name in steps]
     return {
         "attempt": branch.attempt,
         "steps": len(steps),
         "step": column(columns.last_of(steps["step"], at), exactly=True),
-        "series": {name: column(columns.reduce(steps[name], at).mean) for name in names},
+        "series": {name: column(columns.reduce_columns(steps[name], at).mean) for name in names},
     }
 
 
-def rows(document: dict[str, Any]) -> Iterator[list[Any]]:
+def report_rows(document: dict[str, Any]) -> Iterator[list[Any]]:
     """Yield the curves of an unpacked document as a table: its header, then a row per bucket."""
     names = dict.fromkeys(name for run in document["runs"] for name in run["series"])
     heads = ["run", "first_step", "last_step", "tokens", "hours"]
@@ -315,14 +319,14 @@ def rows(document: dict[str, Any]) -> Iterator[list[Any]]:
                 *(int(value) for value in (axes["first_step"][row], step)),
                 axes["tokens"][row],
                 axes["hours"][row],
-                *(_cell(series.get(name), part, row) for name in names for part in _PARTS),
+                *(_cell_value(series.get(name), part, row) for name in names for part in _PARTS),
             ]
 
 
 _PARTS = ("mean", "min", "max")
 
 
-def _cell(series: dict[str, Any] | None, part: str, row: int) -> Any:
+def _cell_value(series: dict[str, Any] | None, part: str, row: int) -> Any:
     if series is None:
         return None
     column = series[part] if series[part] is not None else series["mean"]
@@ -332,7 +336,7 @@ def _cell(series: dict[str, Any] | None, part: str, row: int) -> Any:
 ABSENT = "not set"
 
 
-def differences(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
+def setting_differences(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
     """Return each key that differs in meaning between plans, with its values as text.
 
     A null means the value that is derived for it.

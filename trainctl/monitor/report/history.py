@@ -16,7 +16,7 @@ from trainctl.monitor.report.columns import GrowingColumns
 from trainctl.monitor.report.marks import Mark, mark_of
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.lock import holder
+from trainctl.runs.lock import find_holder
 from trainctl.runs.records import Event, RecordReader, number
 
 BATCH_BYTES = 4 << 20
@@ -133,7 +133,7 @@ class History:
             changed = self.run.status.stat().st_mtime_ns
         except OSError:
             changed = 0
-        is_held = holder(self.run) is not None  # a launcher that is killed writes no status
+        is_held = find_holder(self.run) is not None  # a launcher that is killed writes no status
         seen = (changed, last_attempt(self.run), is_held)
         is_new, self._seen = seen != self._seen, seen
         return is_new
@@ -235,7 +235,7 @@ EVALUATION = ("loss", "ema_loss")
 
 def step_values(event: Event) -> dict[str, float]:
     """Return the numbers of a `step` record, with `step` and `time`; omit missing ones."""
-    found = _placed(event)
+    found = _place_on_branch(event)
     # Fast path for plain floats: there may be a million records.
     for name in STEP:
         value = event.get(name)
@@ -260,24 +260,24 @@ def step_values(event: Event) -> dict[str, float]:
 
 def evaluation_values(event: Event) -> dict[str, float]:
     """Return the numbers of an `evaluation` record, each source's included: `loss/NAME`."""
-    found = _placed(event)
+    found = _place_on_branch(event)
     for name in EVALUATION:
         if event.get(name) is not None:
             _add(found, name, event[name])
-    for name, value in _items(event.get("sources")):
+    for name, value in _record_items(event.get("sources")):
         _add(found, f"loss/{name}", value)
-    for name, value in _items(event.get("objective")):
+    for name, value in _record_items(event.get("objective")):
         _add(found, f"objective/{name}", value)
     return found
 
 
-def _placed(event: Event) -> dict[str, float]:
+def _place_on_branch(event: Event) -> dict[str, float]:
     """Return step and time; every record has a time, unless a person has edited it."""
     time = event.get("time")
     return {"step": event["step"], "time": time if isinstance(time, int | float) else 0.0}
 
 
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
+def _record_items(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from value.items()
 

@@ -10,8 +10,8 @@ from trainctl.runs.event_descriptions import describe_divergence, describe_strag
 from trainctl.runs.failures import describe_failure
 from trainctl.runs.records import Event, number
 
-MOST = {"checkpoint": 250, "weights": 100}
-MOST_OF_OTHERS = 500
+MAX_MARKS = {"checkpoint": 250, "weights": 100}
+MAX_OTHER_MARKS = 500
 """Most marks of a kind that are shown, the newest ones; the others are counted."""
 
 
@@ -42,7 +42,7 @@ def mark_of(event: Event, last_step: int) -> Mark | None:
     Args:
         last_step: Step of the last `step` record before it; 0 before the first.
     """
-    tell = _TELL.get(event["event"])
+    tell = _MARK_MAKERS.get(event["event"])
     if tell is None:
         return None
     try:
@@ -64,7 +64,7 @@ def newest_marks(marks: list[Mark]) -> tuple[list[Mark], dict[str, int]]:
     left_out: dict[str, int] = {}
     kept = []
     for mark in reversed(marks):
-        left = room.setdefault(mark.kind, MOST.get(mark.kind, MOST_OF_OTHERS))
+        left = room.setdefault(mark.kind, MAX_MARKS.get(mark.kind, MAX_OTHER_MARKS))
         if left:
             room[mark.kind] = left - 1
             kept.append(mark)
@@ -149,7 +149,7 @@ def _logger(event: Event) -> tuple[str, str]:
     return f"logger {event['name']} cannot send", event["problem"]
 
 
-_TELL: Mapping[str, Any] = {
+_MARK_MAKERS: Mapping[str, Any] = {
     "launch": _launch,
     "start": _start,
     "restart": _restart,

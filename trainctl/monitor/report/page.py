@@ -34,7 +34,7 @@ class Source:
     """Pause between two requests."""
 
 
-def page(
+def report_page(
     document: Mapping[str, Any] | None = None, *, title: str, source: Source | None = None
 ) -> str:
     """Return the HTML of a page.

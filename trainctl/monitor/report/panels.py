@@ -35,13 +35,13 @@ def time_and_cost_of(
     """
     attempts = [history.attempts[number] for number in sorted(history.attempts)]
     steps = history.steps
-    kept = _seconds(steps)
-    repeated = sum(_seconds(branch.steps) for branch in history.branches)
+    kept = _training_seconds(steps)
+    repeated = sum(_training_seconds(branch.steps) for branch in history.branches)
     ends = [attempt.last for attempt in attempts]
     if now is not None and ends:
         ends[-1] = max(ends[-1], now)
     wall = ends[-1] - attempts[0].launched if attempts else 0.0
-    starting = sum(_starting(attempt) for attempt in attempts)
+    starting = sum(_startup_seconds(attempt) for attempt in attempts)
     between = sum(
         max(0.0, later.launched - earlier.last) for earlier, later in itertools.pairwise(attempts)
     )
@@ -51,7 +51,7 @@ def time_and_cost_of(
     )
     ranks = attempts[-1].ranks or 0 if attempts else 0
     left = max(0, stop_step - history.last_step) if stop_step is not None else None
-    recent = _recent(steps)
+    recent = _recent_step_seconds(steps)
     seconds_left = left * recent if left is not None and math.isfinite(recent) else None
     hours_left = None if seconds_left is None else seconds_left * ranks / 3600
     found: dict[str, Any] = {
@@ -69,7 +69,7 @@ def time_and_cost_of(
         "seconds_to_come": seconds_left,
         "tokens": _finite(steps.last("tokens")),
         "tokens_to_come": _tokens_left(steps, left),
-        "parts": _parts(steps),
+        "parts": _step_parts(steps),
     }
     if price is not None:
         found["price"] = {
@@ -81,7 +81,7 @@ def time_and_cost_of(
     return found
 
 
-def _seconds(steps: GrowingColumns) -> float:
+def _training_seconds(steps: GrowingColumns) -> float:
     return float(np.nansum(steps["seconds/total"])) if "seconds/total" in steps else 0.0
 
 
@@ -98,13 +98,13 @@ def _repeated_hours(history: History) -> float:
     )
 
 
-def _starting(attempt: AttemptTimes) -> float:
+def _startup_seconds(attempt: AttemptTimes) -> float:
     """Return the seconds before an attempt's first step; all of its time if it made no step."""
     until = attempt.last if attempt.first_step_began is None else attempt.first_step_began
     return max(0.0, until - attempt.launched)
 
 
-def _recent(steps: GrowingColumns) -> float:
+def _recent_step_seconds(steps: GrowingColumns) -> float:
     totals = steps["seconds/total"][-RECENT_STEPS:]
     totals = totals[np.isfinite(totals)]
     return float(totals.mean()) if len(totals) else math.nan
@@ -117,7 +117,7 @@ def _tokens_left(steps: GrowingColumns, left: int | None) -> float | None:
     return _finite(left * (tokens[-1] - tokens[0]) / (len(tokens) - 1))
 
 
-def _parts(steps: GrowingColumns) -> dict[str, float]:
+def _step_parts(steps: GrowingColumns) -> dict[str, float]:
     """Return the seconds of the steps that count, by part of a step, with `other` last."""
     names = [name for name in steps.names if name.startswith("seconds/")]
     sums = {name.removeprefix("seconds/"): float(np.nansum(steps[name])) for name in names}
@@ -229,7 +229,7 @@ def placement(plan: RunPlan, attempt: AttemptPaths) -> dict[str, Any]:
         "mesh": {axis: getattr(mesh, axis) for axis in AXES},
         "nodes": plan.hardware.nodes,
         "ranks_per_node": per_node,
-        "hosts": _hosts(attempt),
+        "hosts": _host_names(attempt),
         "hardware": plan.hardware.name,
         "accelerator": plan.hardware.accelerator.value,
         "engine": plan.engine,
@@ -247,7 +247,7 @@ def placement(plan: RunPlan, attempt: AttemptPaths) -> dict[str, Any]:
     }
 
 
-def _hosts(attempt: AttemptPaths) -> list[str]:
+def _host_names(attempt: AttemptPaths) -> list[str]:
     try:
         command: AttemptCommand = read_command(attempt)
     except (OSError, ValueError, TypeError, TrainctlError):

@@ -15,7 +15,7 @@ from trainctl.config.reading import read_json
 from trainctl.errors import TrainctlError
 from trainctl.runs.directory import is_run, last_attempt
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.listing import LOST, NEW, RunSummary, summarise
+from trainctl.runs.listing import LOST, NEW, RunSummary, summarise_run
 from trainctl.runs.records import Event, events_from_end, number, record_files
 from trainctl.runs.status import State
 from trainctl.runs.sweeps import RECORD, read_sweep
@@ -95,7 +95,9 @@ class RunsFolder:
             self._row(self.root / str(index), values) for index, values in enumerate(points)
         ] or [self._row(path, None) for path in self._folders()]
         found = [row for row in rows if row is not None]
-        keys = list(dict.fromkeys(key for point in points for key in point)) or _different(found)
+        keys = list(dict.fromkeys(key for point in points for key in point)) or _differing_keys(
+            found
+        )
         document = _document(self.root, found, keys, is_sweep=bool(points))
         if document != self._document:
             self._document, self._version = document, self._version + 1
@@ -132,7 +134,7 @@ def _read(run: RunPaths, values: Mapping[str, str] | None) -> FolderRow | None:
     if not is_run(run.root):
         return None if values is None else FolderRow(id=id, name=name, settings=values)
     try:
-        summary = summarise(run)
+        summary = summarise_run(run)
         evaluation = next(events_from_end(run.events, "evaluation", most_bytes=_TAIL_BYTES), None)
         step = next(events_from_end(run.events, "step", most_bytes=_TAIL_BYTES), None)
     except TrainctlError:
@@ -174,15 +176,15 @@ def _settings(run: RunPaths) -> dict[str, str]:
         if isinstance(value, dict) and value:
             waiting += [(f"{prefix}.{name}" if prefix else name, value[name]) for name in value]
         elif not prefix.startswith(_OF_A_MACHINE):
-            found[prefix] = "derived" if value is None else _shown(value)
+            found[prefix] = "derived" if value is None else _shown_settings(value)
     return dict(sorted(found.items()))
 
 
-def _shown(value: Any) -> str:
+def _shown_settings(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _different(rows: Sequence[FolderRow]) -> list[str]:
+def _differing_keys(rows: Sequence[FolderRow]) -> list[str]:
     """Return the keys that differ between runs; keys with another value in every run come last."""
     made = [row.settings for row in rows if row.settings]
     counts = {
@@ -223,11 +225,11 @@ def _row_json(row: FolderRow, keys: Sequence[str], result: float | None) -> dict
         "message": summary.message if summary else "",
         "step": summary.step if summary else None,
         "stop_step": summary.stop_step if summary else None,
-        "loss": _finite(summary.loss if summary else None),
+        "loss": _finite_or_none(summary.loss if summary else None),
         "is_finite": summary is None or summary.loss is None or math.isfinite(summary.loss),
-        "held_out": _finite(row.held_out),
+        "held_out": _finite_or_none(row.held_out),
         "result": result,
-        "tokens_per_second": _finite(row.tokens_per_second),
+        "tokens_per_second": _finite_or_none(row.tokens_per_second),
         "attempt": summary.attempt if summary else None,
         "updated": summary.updated if summary else None,
     }
@@ -236,8 +238,8 @@ def _row_json(row: FolderRow, keys: Sequence[str], result: float | None) -> dict
 def _result(row: FolderRow, measure: str) -> float | None:
     """Return the number by which runs are compared."""
     if measure == "loss":
-        return _finite(row.summary.loss if row.summary else None)
-    return _finite(row.held_out)
+        return _finite_or_none(row.summary.loss if row.summary else None)
+    return _finite_or_none(row.held_out)
 
 
 def _number_in(event: Event | None, name: str) -> float | None:
@@ -251,6 +253,6 @@ def _is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def _finite(value: float | None) -> float | None:
+def _finite_or_none(value: float | None) -> float | None:
     """Return the number, or None if it is not finite: JSON has no NaN."""
     return value if _is_finite(value) else None

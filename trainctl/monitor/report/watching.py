@@ -33,7 +33,7 @@ from trainctl.monitor.report.page import (
     content_security_policy,
     folder_page,
     folder_policy,
-    page,
+    report_page,
 )
 from trainctl.monitor.report.runs_folder import RunsFolder
 from trainctl.runs.layout import RunPaths
@@ -71,7 +71,7 @@ class RunsPage:
 
     def html(self) -> Answer:
         """Return the page, which requests its data itself."""
-        text = page(title=self.title, source=Source("data.json", POLL_SECONDS))
+        text = report_page(title=self.title, source=Source("data.json", POLL_SECONDS))
         policy = content_security_policy(has_source=True) + _NO_FRAMES
         return Answer(_bytes(text), "text/html; charset=utf-8", policy=policy)
 

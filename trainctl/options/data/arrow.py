@@ -15,7 +15,7 @@ from trainctl.options.data import DataSource
 from trainctl.readers.check import FileProblem
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.remote import File
-from trainctl.readers.stream import Damaged
+from trainctl.readers.stream import DamagedFile
 from trainctl.readers.tables import (
     convert_table_errors,
     import_pyarrow,
@@ -137,8 +137,8 @@ def _open_batches(file: File, key: str | None = None) -> Iterator[Iterator[Any]]
             yield iter(stream)
 
 
-def _cut_off(file: File) -> Damaged:
-    return Damaged(
+def _cut_off(file: File) -> DamagedFile:
+    return DamagedFile(
         f"{file} is no Arrow, or cut off: it has no end mark", hint="fetch or write it again"
     )
 

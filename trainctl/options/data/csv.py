@@ -16,8 +16,8 @@ from trainctl.readers.check import FileProblem
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.files import HEAD_BYTES, binary_format
 from trainctl.readers.remote import File
-from trainctl.readers.stream import Damaged, open_decompressed, read_head, uncompressed_name
-from trainctl.readers.tables import NoColumn, first_problem, text_column, text_of
+from trainctl.readers.stream import DamagedFile, open_decompressed, read_head, uncompressed_name
+from trainctl.readers.tables import NoTextColumn, first_problem, text_column, text_of
 
 MOST_CHARACTERS = 1 << 30
 """Limit of a field. Python's own limit, 2^17, is process-wide and below the length of a book."""
@@ -37,7 +37,9 @@ def read(reader: Reader, file: File) -> Iterator[Document]:
     """Yield the texts of a file's rows, each with the number of its first line."""
     found = binary_format(read_head(file, HEAD_BYTES))
     if found is not None:
-        raise Damaged(f"{file} is {found[0]}, not CSV", hint=found[1].replace("FILE", str(file)))
+        raise DamagedFile(
+            f"{file} is {found[0]}, not CSV", hint=found[1].replace("FILE", str(file))
+        )
     csv.field_size_limit(MOST_CHARACTERS)
     with open_decompressed(file) as stream:
         # Bytes that are not UTF-8 become lone surrogates, and bytes again when a text is encoded.
@@ -96,7 +98,7 @@ def _column_index(header: list[str], file: File, key: str) -> int:
     if header.count(key) == 1:
         return header.index(key)
     columns = [repr(name) if header.count(name) == 1 else f"{name!r} twice" for name in header]
-    raise NoColumn(file, key, [*dict.fromkeys(columns)], header)
+    raise NoTextColumn(file, key, [*dict.fromkeys(columns)], header)
 
 
 SPEC = DataSource(

@@ -16,7 +16,7 @@ from trainctl.readers.check import TEXT_KEY, FileProblem
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.plain import text_of_record
 from trainctl.readers.remote import File
-from trainctl.readers.stream import Damaged, open_decompressed
+from trainctl.readers.stream import DamagedFile, open_decompressed
 from trainctl.readers.tables import first_problem
 
 _BLOCK = 512
@@ -65,7 +65,7 @@ def read(reader: Reader, file: File, *, most: int | None = None) -> Iterator[Doc
     number = 0
     endings: Counter[str] = Counter()
     with open_decompressed(file) as stream:
-        watched = _Watched(stream)
+        watched = _CountingStream(stream)
         for name, raw in _members(watched, file, section.member, endings, most):
             number += 1
             where = f"{file}, {name}"
@@ -87,7 +87,7 @@ def problem(file: File, section: WebDatasetConfig) -> FileProblem | None:
         return FileProblem(TEXT_KEY, error.hint, error.message, error.hint, "data.member")
 
 
-class _NoMember(Damaged):
+class _NoMember(DamagedFile):
     def __init__(self, file: File, member: str, endings: list[str]) -> None:
         super().__init__(
             f"{file}: no member's name ends in {member!r}: they end in "
@@ -96,7 +96,7 @@ class _NoMember(Damaged):
         )
 
 
-class _Watched:
+class _CountingStream:
     """A stream that counts bytes, to tell at its end whether the tar ended there.
 
     Attributes:
@@ -119,7 +119,7 @@ class _Watched:
 
 
 def _members(
-    watched: _Watched, file: File, ending: str, endings: Counter[str], most: int | None
+    watched: _CountingStream, file: File, ending: str, endings: Counter[str], most: int | None
 ) -> Iterator[tuple[str, bytes]]:
     """Yield name and bytes of each file in a tar with the ending; count the endings of all files.
 
@@ -140,19 +140,19 @@ def _members(
                 tar.members = []  # tarfile would keep all members
             end = tar.offset
     except tarfile.TarError as error:
-        raise Damaged(
+        raise DamagedFile(
             f"{file} is no tar, or cut off or damaged: {error}", hint="fetch or write it again"
         ) from None
     while watched.read(_READ):
         pass
     if watched.filled > end:
-        raise Damaged(
+        raise DamagedFile(
             f"{file} is damaged at byte {end:,}, or tars one after the other: what follows there "
             "is no member",
             hint="fetch or write it again; join tars by `tar --concatenate`, not by cat",
         )
     if watched.size < end + 2 * _BLOCK:
-        raise Damaged(
+        raise DamagedFile(
             f"{file} is cut off: it ends without an end mark, after {watched.size:,} bytes",
             hint="fetch or write it again",
         )

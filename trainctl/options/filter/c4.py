@@ -31,7 +31,7 @@ class C4Config(FilterConfig):
 SPEC = Filter(
     name="c4",
     keys=C4Config,
-    build="trainctl.data.quality.statistics:c4",
+    build="trainctl.data.quality.statistics:c4_statistics",
     bounds=at_least(min_sentences="sentences", min_lines="c4_lines")
     + at_most(max_curly_brackets="curly_brackets", max_lorem_ipsum="lorem_ipsum"),
 )

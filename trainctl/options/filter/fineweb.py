@@ -32,7 +32,7 @@ class FineWebConfig(FilterConfig):
 SPEC = Filter(
     name="fineweb",
     keys=FineWebConfig,
-    build="trainctl.data.quality.statistics:fineweb",
+    build="trainctl.data.quality.statistics:fineweb_statistics",
     bounds=at_least(min_terminated_lines="terminated_lines")
     + at_most(
         max_short_lines="short_lines",

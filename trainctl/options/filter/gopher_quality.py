@@ -42,7 +42,7 @@ class GopherQualityConfig(FilterConfig):
 SPEC = Filter(
     name="gopher_quality",
     keys=GopherQualityConfig,
-    build="trainctl.data.quality.statistics:quality",
+    build="trainctl.data.quality.statistics:gopher_quality_statistics",
     bounds=at_least(
         min_words="words",
         min_mean_word_length="mean_word_length",

@@ -35,7 +35,7 @@ class GopherRepetitionConfig(FilterConfig):
 SPEC = Filter(
     name="gopher_repetition",
     keys=GopherRepetitionConfig,
-    build="trainctl.data.quality.statistics:repetition",
+    build="trainctl.data.quality.statistics:gopher_repetition_statistics",
     bounds=at_most(
         lines="repeated_lines",
         paragraphs="repeated_paragraphs",

@@ -37,7 +37,7 @@ class Launcher(Spec):
     """
 
     render: str
-    """Function that returns the commands and files of an `AttemptRequest` as a `Rendered`; it
+    """Function that returns the commands and files of an `AttemptRequest` as a `RenderedLaunch`; it
     starts nothing.
     """
     check: str = ""

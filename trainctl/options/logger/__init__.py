@@ -45,7 +45,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
+class FollowedRun:
     """The run whose metrics are logged."""
 
     folder: Path
@@ -112,8 +112,8 @@ class SinkWithEnd(Protocol):
 class Logger(Spec):
     """Specification of one metrics logger.
 
-    `build` is called in the logger's process with the run (`Followed`) and the state that the last
-    `commit` returned. The state is None before the first commit: the logger then starts from
+    `build` is called in the logger's process with the run (`FollowedRun`) and the state that the
+    last `commit` returned. The state is None before the first commit: the logger then starts from
     nothing, whatever exists. `build` returns a `Sink`.
     """
 

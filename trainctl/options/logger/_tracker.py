@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from trainctl.options.logger import Followed, Point
+from trainctl.options.logger import FollowedRun, Point
 
 _COMPARED = ("train/", "evaluation/")
 """Prefixes of metrics of the training itself; timings differ each time."""
@@ -67,7 +67,7 @@ class Tracker:
         state: State of the last commit; None for the first process.
     """
 
-    def __init__(self, run: Followed, state: Mapping[str, Any] | None, client: Client) -> None:
+    def __init__(self, run: FollowedRun, state: Mapping[str, Any] | None, client: Client) -> None:
         known = state or {}
         self._run, self._client = run, client
         self._branch: int = known.get("branch", 0)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainctl.options.logger import Followed, Logger, Point
+from trainctl.options.logger import FollowedRun, Logger, Point
 
 KINDS = ("train", "evaluation")
 
@@ -22,7 +22,7 @@ class Tables:
         state: State of the last commit; None to start again.
     """
 
-    def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, run: FollowedRun, state: Mapping[str, Any] | None) -> None:
         self._tables: dict[str, CsvTable] = {}
         for kind in KINDS:
             path = run.folder / f"{kind}.csv"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainctl.config.schema.option import option
-from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
+from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point
 from trainctl.options.logger._tracker import Tracker, flatten_facts
 
 RUN_TAG, BRANCH_TAG = "trainctl.run_id", "trainctl.branch"
@@ -42,7 +42,7 @@ class MlflowConfig(LoggerConfig):
     tags: dict[str, str] = option({}, "Tags of the MLflow run.", example="{team: speech}")
 
 
-def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
+def build(run: FollowedRun, state: Mapping[str, Any] | None) -> Tracker:
     """Return the sink of a run."""
     return Tracker(run, state, Server(run))
 
@@ -50,7 +50,7 @@ def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
 class Server:
     """Client of an MLflow server or database (`_tracker.Client`)."""
 
-    def __init__(self, run: Followed) -> None:
+    def __init__(self, run: FollowedRun) -> None:
         from mlflow import MlflowClient
 
         uri = run.keys.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema.option import option
-from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
+from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point
 
 
 @dataclass
@@ -38,7 +38,7 @@ class TextFile:
         state: Values of the last commit; None to start again.
     """
 
-    def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, run: FollowedRun, state: Mapping[str, Any] | None) -> None:
         known = state or {}
         values = known.get("values", {}).items()
         self._values = {name: float(value) for name, value in values}

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainctl.options.logger import Followed, Logger, Point
+from trainctl.options.logger import FollowedRun, Logger, Point
 from trainctl.options.logger._event_file import (
     scalars_record,
     session_start_record,
@@ -30,7 +30,7 @@ class EventFile:
         state: Name and size of the last process's file; None to start again.
     """
 
-    def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, run: FollowedRun, state: Mapping[str, Any] | None) -> None:
         self._path = _begin_file(run.folder, state)
         self._stream = self._path.open("xb")
         self._stream.write(version_record(time.time()))

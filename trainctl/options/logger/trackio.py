@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema.option import option
-from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
+from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point
 from trainctl.options.logger._tracker import Tracker, flatten_facts
 
 
@@ -33,7 +33,7 @@ class TrackioConfig(LoggerConfig):
     )
 
 
-def build(run: Followed, state: Mapping[str, Any] | None) -> Tracker:
+def build(run: FollowedRun, state: Mapping[str, Any] | None) -> Tracker:
     """Return the sink of a run."""
     if run.keys.folder is not None:  # Trackio reads the variable on import
         os.environ["TRACKIO_DIR"] = str(Path(run.keys.folder).expanduser().absolute())
@@ -47,7 +47,7 @@ class Database:
     below it takes the points' own times, and skips points that it has, by an id.
     """
 
-    def __init__(self, run: Followed) -> None:
+    def __init__(self, run: FollowedRun) -> None:
         from trackio.sqlite_storage import SQLiteStorage
 
         self._storage, self._run = SQLiteStorage, run

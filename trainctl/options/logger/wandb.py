@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema.option import option
-from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
+from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point
 from trainctl.options.logger._tracker import Tracker
 
 SUPERSEDED = "superseded"
@@ -52,14 +52,14 @@ class WandbConfig(LoggerConfig):
     tags: list[str] = option([], "Tags of the W&B run.", example="[ablation,125m]")
 
 
-def build(run: Followed, state: Mapping[str, Any] | None) -> Any:
+def build(run: FollowedRun, state: Mapping[str, Any] | None) -> Any:
     """Return the sink of a run."""
     if "offline" in (run.keys.mode.value, os.environ.get("WANDB_MODE")):
         return OfflineFolder(run)
-    return Tracker(run, state, Online(run))
+    return Tracker(run, state, OnlineClient(run))
 
 
-def _init_run(run: Followed, identity: str, mode: Mode, **more: Any) -> Any:
+def _init_run(run: FollowedRun, identity: str, mode: Mode, **more: Any) -> Any:
     """Start a W&B run, without the facts that W&B collects about the sending process."""
     import wandb
 
@@ -92,10 +92,10 @@ def _exit_code(state: str) -> int:
     return int(state == "failed")
 
 
-class Online:
+class OnlineClient:
     """Client of W&B's server (`_tracker.Client`)."""
 
-    def __init__(self, run: Followed) -> None:
+    def __init__(self, run: FollowedRun) -> None:
         self._followed, self._last = run, -1
         self._run: Any = None
 
@@ -144,7 +144,7 @@ class Online:
 class OfflineFolder:
     """Sink that writes a folder for `wandb sync` when the run ends, and nothing before."""
 
-    def __init__(self, run: Followed) -> None:
+    def __init__(self, run: FollowedRun) -> None:
         self._run = run
         self._points = 0
 

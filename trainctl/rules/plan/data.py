@@ -37,7 +37,7 @@ TWO_SOURCES = (
 )
 """Start of an example with two sources."""
 
-BOTH = f"{TWO_SOURCES}, weight: 0.3}}}}'"
+TWO_SOURCES = f"{TWO_SOURCES}, weight: 0.3}}}}'"
 TEXT = {"a.txt": "Some prose.\n" * 2000}
 
 
@@ -133,7 +133,7 @@ def ids_are_no_text(draft: Draft) -> Iterator[Problem]:
     "TC362",
     "data.stages",
     "data.sources.*.shuffle_shards",
-    example=f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5, sequence_length: 128}}, {{}}]' "
+    example=f"recipe=tiny {TWO_SOURCES} 'data.stages=[{{until: 0.5, sequence_length: 128}}, {{}}]' "
     "data.packing=best_fit",
     files=TEXT,
 )
@@ -199,7 +199,7 @@ def infilling_has_its_tokens(draft: Draft) -> Iterator[Problem]:
     "training.epochs",
     "data.factory",
     "data.*",
-    example=f"recipe=tiny {BOTH} data.max_bytes=5",
+    example=f"recipe=tiny {TWO_SOURCES} data.max_bytes=5",
     files=TEXT,
 )
 def run_of_sources_has_a_length(draft: Draft) -> Iterator[Problem]:
@@ -280,7 +280,10 @@ def stream_has_its_place(draft: Draft) -> Iterator[Problem]:
 
 
 @rule(
-    "TC342", "data.stages", example=f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5}}]'", files=TEXT
+    "TC342",
+    "data.stages",
+    example=f"recipe=tiny {TWO_SOURCES} 'data.stages=[{{until: 0.5}}]'",
+    files=TEXT,
 )
 def stages_follow_each_other(draft: Draft) -> Iterator[Problem]:
     """Each stage but the last has an end, in ascending order and within the run.
@@ -330,7 +333,7 @@ def stages_follow_each_other(draft: Draft) -> Iterator[Problem]:
 @rule(
     "TC343",
     "data.stages",
-    example=f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5}}, {{weights: {{cod: 1.0}}}}]'",
+    example=f"recipe=tiny {TWO_SOURCES} 'data.stages=[{{until: 0.5}}, {{weights: {{cod: 1.0}}}}]'",
     files=TEXT,
 )
 def stages_know_their_sources(draft: Draft) -> Iterator[Problem]:
@@ -370,7 +373,8 @@ def stages_know_their_sources(draft: Draft) -> Iterator[Problem]:
     "TC344",
     "data.stages",
     "training.sequence_length",
-    example=f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5, sequence_length: 1000}}, {{}}]'",
+    example=f"recipe=tiny {TWO_SOURCES} "
+    "'data.stages=[{until: 0.5, sequence_length: 1000}, {}]'",
     files=TEXT,
 )
 def batches_keep_their_tokens(draft: Draft) -> Iterator[Problem]:
@@ -419,7 +423,7 @@ def batches_keep_their_tokens(draft: Draft) -> Iterator[Problem]:
     "TC349",
     "data.stages",
     "kernels.compile",
-    example=f"recipe=tiny {BOTH} 'data.stages=[{{until: 0.5, sequence_length: 128}}, {{}}]' "
+    example=f"recipe=tiny {TWO_SOURCES} 'data.stages=[{{until: 0.5, sequence_length: 128}}, {{}}]' "
     "kernels.compile=deepcompile",
     files=TEXT,
 )

@@ -16,7 +16,7 @@ from trainctl.readers.quality import (
     filters_of,
     has_quality_rules,
 )
-from trainctl.rules.plan.data import BOTH, TEXT
+from trainctl.rules.plan.data import TEXT, TWO_SOURCES
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
 
@@ -49,7 +49,7 @@ def copies_can_be_found(draft: Draft) -> Iterator[Problem]:
 @rule(
     "TC354",
     "data.dedup_precedence",
-    example=f"recipe=tiny {BOTH} data.dedup=exact data.dedup_precedence=[prsoe]",
+    example=f"recipe=tiny {TWO_SOURCES} data.dedup=exact data.dedup_precedence=[prsoe]",
     files=TEXT,
 )
 def precedence_knows_its_sources(draft: Draft) -> Iterator[Problem]:
@@ -199,7 +199,7 @@ def _crossed(key: str, spec: Filter, keys: Any) -> Iterator[Problem]:
                     )
 
 
-_GIVEN = (
+_RESERVED_ARGUMENTS = (
     "add_generation_prompt",
     "chat_template",
     "continue_final_message",
@@ -303,7 +303,7 @@ def template_arguments_are_its_own(draft: Draft) -> Iterator[Problem]:
     for name, section in sources_of(data).items():
         key = f"data.sources.{name}" if data.sources else "data"
         for argument in getattr(section, "template_arguments", {}):
-            if argument in _GIVEN or argument.endswith("_token"):
+            if argument in _RESERVED_ARGUMENTS or argument.endswith("_token"):
                 yield Problem(
                     f"{key}.template_arguments names {argument}, which the template is given "
                     "anyway",

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from trainctl.config.codec import to_plain
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.keys import as_written
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
@@ -35,12 +35,12 @@ class Draft:
     total_steps: int | None
 
     @cached_property
-    def settings(self) -> tuple[Derived, ...]:
+    def settings(self) -> tuple[DerivedValue, ...]:
         """Known settings that trainctl writes for the engine, such as DeepSpeed's JSON."""
         if not engine_of(self.config).settings:
             return ()
         derive = function_of("engine", self.config.engine.kind, "settings")
-        made: tuple[Derived, ...] = derive(self.config, self.hardware, self.mesh, self.batch)
+        made: tuple[DerivedValue, ...] = derive(self.config, self.hardware, self.mesh, self.batch)
         return made
 
     @cached_property

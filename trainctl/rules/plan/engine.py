@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainctl.config.derived import Derived
+from trainctl.config.derived import DerivedValue
 from trainctl.config.registry import load_spec
 from trainctl.config.sections import callbacks_of
 from trainctl.options.engine import engine_of
@@ -154,7 +154,7 @@ def pass_through_has_an_effect(draft: Draft) -> Iterator[Problem]:
             yield Problem(message, "leave it out", key=f"deepspeed.{key}")
 
 
-def _contradiction(key: str, value: Any, derived: Derived, owner: str) -> Problem:
+def _contradiction(key: str, value: Any, derived: DerivedValue, owner: str) -> Problem:
     return Problem(
         f"deepspeed.{key}={value} contradicts {derived.key}={derived.value}, which comes from: "
         f"{derived.reason}",

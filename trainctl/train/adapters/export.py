@@ -29,7 +29,7 @@ from trainctl.plans.trainable import (
 )
 from trainctl.runs.files import write_json
 from trainctl.train.checkpoint.content import CheckpointReader, write_stream
-from trainctl.train.checkpoint.export import Exported, new_folder
+from trainctl.train.checkpoint.export import ExportedCheckpoint, new_folder
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.models.frozen_base import adapter_of
 
@@ -48,7 +48,7 @@ def export_adapter(
     dtype: torch.dtype,
     weights: str = MASTER,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Exported:
+) -> ExportedCheckpoint:
     """Write the adapter of a checkpoint to a new folder.
 
     Args:
@@ -94,7 +94,7 @@ def export_adapter(
             modules = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in also)
             settings |= {"modules_to_save": [*modules], "ensure_weight_tying": bool(tied)}
         write_json(folder / "adapter_config.json", settings)
-    return Exported(
+    return ExportedCheckpoint(
         files=sorted(path.name for path in out.iterdir()),
         size_bytes=total,
         num_parameters=sum({each.name: each.numel for each in tensors.values()}.values()),

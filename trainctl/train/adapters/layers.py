@@ -249,7 +249,7 @@ def weight_of(
     return source.read(name, shape, first * width, last * width).view(-1, width)
 
 
-class Merged:
+class MergedWeights:
     """Weights of a model with an adapter merged in: W + s B A; DoRA scales to the magnitudes."""
 
     def __init__(

@@ -146,7 +146,7 @@ class _Source:
         return codec.write_scales(torch.cat(scales))
 
 
-class Quantized(_Source):
+class QuantizedWeights(_Source):
     """Weight source that gives the bytes of quantized matrices and all other tensors unchanged."""
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
@@ -170,7 +170,7 @@ class Quantized(_Source):
         return torch.cat(found)[first - offset : last - offset]
 
 
-class Dequantized(_Source):
+class DequantizedWeights(_Source):
     """Weight source that gives quantized matrices as fp32 values, as the model sees them."""
 
     _last: tuple[str, torch.Tensor] | None = None
@@ -208,7 +208,7 @@ def codecs_of(model: ModelConfig, adapter: LowRank | None) -> dict[str, Codec]:
 def quantized_source(source: WeightSource, config: RunConfig, device: torch.device) -> WeightSource:
     """Return the source of a skeleton's bytes; `source` itself if nothing is quantized."""
     codecs = codecs_of(config.model, low_rank(config.adapter))
-    return Quantized(source, codecs, device) if codecs else source
+    return QuantizedWeights(source, codecs, device) if codecs else source
 
 
 def dequantized_source(
@@ -216,7 +216,7 @@ def dequantized_source(
 ) -> WeightSource:
     """Return the base that the adapter was trained on; `source` itself if not quantized."""
     codecs = codecs_of(model, adapter)
-    return Dequantized(source, codecs, torch.device("cpu")) if codecs else source
+    return DequantizedWeights(source, codecs, torch.device("cpu")) if codecs else source
 
 
 class Codec(ABC):

@@ -22,7 +22,7 @@ from trainctl.memory.traced import known_traced_model
 from trainctl.options.callbacks import Callback, Context
 from trainctl.plans.flops import flops_of_run, utilisation
 from trainctl.plans.types import Batch, RunPlan
-from trainctl.runs.records import short
+from trainctl.runs.records import round_measured
 from trainctl.runs.status import Phase
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.session import Session
@@ -66,8 +66,8 @@ class Throughput:
         flops = tokens * flops_of_run(self._config, batch.sequence_length)
         used = utilisation(flops, seconds, devices=self._devices, peak_tflops=self._peak)
         return {
-            "tokens_per_second": short(tokens / seconds),
-            "mfu": None if used is None else short(used),
+            "tokens_per_second": round_measured(tokens / seconds),
+            "mfu": None if used is None else round_measured(used),
         }
 
 

@@ -324,9 +324,9 @@ def _newest_first(run: RunPaths, *, weights_only: bool = False) -> tuple[list[Pa
 
     Only names and sizes of the files are checked.
     """
-    looks = checkpoints.examine(run)
+    looks = checkpoints.examine_checkpoints(run)
     if weights_only:  # a step's full checkpoint comes first: its weights are more precise
-        looks = [*checkpoints.examine(run, weights_only=True), *looks]
+        looks = [*checkpoints.examine_checkpoints(run, weights_only=True), *looks]
     looks = sorted(looks, key=lambda look: look.step)[::-1]
     whole = [look.path for look in looks if look.info is not None]
     return whole, [look.problem for look in looks if look.info is None]

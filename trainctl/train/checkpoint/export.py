@@ -32,7 +32,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.files import sync_directory, write_json
 from trainctl.runs.processes import is_alive
-from trainctl.train.adapters.layers import Merged
+from trainctl.train.adapters.layers import MergedWeights
 from trainctl.train.checkpoint.content import CheckpointReader, write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import first_source, prompts_of
@@ -48,7 +48,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportedCheckpoint:
     """Result of an export."""
 
     files: list[str]
@@ -70,7 +70,7 @@ def export(
     weights: str = MASTER,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Exported:
+) -> ExportedCheckpoint:
     """Write the checkpoint's weights to a new folder that `AutoModelForCausalLM` loads.
 
     An adapter is merged into its base, which must not have changed.
@@ -107,7 +107,7 @@ def export(
         read = _folded_reader(config.model, model, source)
         _write_weights(folder, _split_into_files(units, dtype, shard_bytes), dtype, pieces)
         notes = write_all_but_weights(model, config, dtype, folder)
-        if isinstance(source, Merged):
+        if isinstance(source, MergedWeights):
             notes.append("the adapter is merged into its base; --adapter writes it alone")
             adapter = low_rank(config.adapter)
             if adapter is not None and adapter.is_quantized:
@@ -115,7 +115,7 @@ def export(
                     f"the base is what {adapter.base_weights.value} makes of it, beside which the "
                     "adapter was trained"
                 )
-    return Exported(
+    return ExportedCheckpoint(
         files=sorted(path.name for path in out.iterdir()),
         size_bytes=total,
         num_parameters=sum(shape.numel() for shape in shapes.values()),

@@ -170,7 +170,7 @@ def write_checkpoint(
     def finish() -> None:
         reached("manifest")
         write_manifest(folder, _build_manifest(facts, part, states, written))
-        checkpoints.commit(run, step, reached, weights_only=weights_only)
+        checkpoints.commit_checkpoint(run, step, reached, weights_only=weights_only)
 
     _run_on_all_ranks(process, folder, prepare if process.is_first else _do_nothing)
     written = _run_on_all_ranks(
@@ -182,7 +182,9 @@ def write_checkpoint(
             if weights_only:
                 checkpoints.rotate_weights(run, keep=keep, reached=reached)
             else:
-                checkpoints.rotate(run, keep=keep or 1, best_of=best_of, reached=reached)
+                checkpoints.rotate_checkpoints(
+                    run, keep=keep or 1, best_of=best_of, reached=reached
+                )
         except OSError as error:
             # This checkpoint is safe. If the disk fills up, the next save fails and says so.
             print(f"an old checkpoint could not be deleted: {error}", flush=True)
@@ -276,7 +278,7 @@ def _run_on_all_ranks(process: Process, folder: Path, work: Callable[[], Result]
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A committed checkpoint."""
 
     step: int
@@ -316,7 +318,7 @@ class Saver:
         self._copies: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._saved: SimpleQueue[Saved] = SimpleQueue()
+        self._saved: SimpleQueue[SavedCheckpoint] = SimpleQueue()
 
     @property
     def has_failed(self) -> bool:
@@ -360,7 +362,7 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def take_saved(self) -> list[Saved]:
+    def take_saved(self) -> list[SavedCheckpoint]:
         """Return the checkpoints committed since the last call."""
         return [self._saved.get() for _ in range(self._saved.qsize())]
 
@@ -406,7 +408,7 @@ class Saver:
         )
         seconds = time.monotonic() - started
         stall = seconds if stalled is None else stalled
-        self._saved.put(Saved(facts["step"], path, weights_only, seconds, stall))
+        self._saved.put(SavedCheckpoint(facts["step"], path, weights_only, seconds, stall))
 
 
 FAULT_VARIABLE = "TRAINCTL_FAULT"

@@ -28,7 +28,7 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.data.user_functions import user_code_digest
 from trainctl.engines import patch_checks as declared
-from trainctl.engines.patches import At
+from trainctl.engines.patches import ProcessKind
 from trainctl.errors import TrainctlError
 from trainctl.models.anatomy import (
     Anatomy,
@@ -76,7 +76,7 @@ def anatomy(model: ModelConfig) -> Anatomy:
     Raises:
         TrainctlError: The model is no decoder, or its code cannot build or run it.
     """
-    declared.require_definitions(RunConfig(model=model), {At.trace})
+    declared.require_definitions(RunConfig(model=model), {ProcessKind.trace})
     if model.factory is None:
         return _read_anatomy(model)
     found = _read_anatomy(model)

@@ -31,7 +31,7 @@ from trainctl.plans.trainable import adapted_layers, added_tensors, also_trained
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import digest
-from trainctl.train.adapters.layers import Merged
+from trainctl.train.adapters.layers import MergedWeights
 from trainctl.train.adapters.quantized import dequantized_source
 from trainctl.train.checkpoint.content import CheckpointReader, find_weights_checkpoint
 from trainctl.train.models.weights import SafetensorsWeights, SeedWeights, WeightSource
@@ -207,7 +207,7 @@ def whole_weights(
     if not merges:
         return OverlayWeights(checkpoint, expected, own)
     source = OverlayWeights(checkpoint, trained, own) if trained else own
-    return Merged(checkpoint, source, layers, adapter, whole.shapes)
+    return MergedWeights(checkpoint, source, layers, adapter, whole.shapes)
 
 
 def adapter_of(manifest: Mapping[str, Any]) -> AdapterConfig:

@@ -34,7 +34,7 @@ from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import ObjectiveLoss, loss_of
 from trainctl.train.objectives.loss import log_probabilities, summed_cross_entropy
 
-_ROOM = 1.25
+_FREE_MEMORY_FACTOR = 1.25
 """Free device memory that `auto` requires, as a multiple of the weights' size."""
 
 
@@ -108,7 +108,7 @@ def load(
     if not merges:
         apply_adapter(model, plan.config)
     elements = sum(parameter.numel() for parameter in model.parameters())
-    source = _Watched(saved, lambda done: progress("loading", done, elements))
+    source = _CountingWeightSource(saved, lambda done: progress("loading", done, elements))
     try:
         materialise(model, source, place)
     except torch.OutOfMemoryError:
@@ -116,7 +116,7 @@ def load(
     return LoadedModel(model, place, loss_of(plan.config.objective))
 
 
-class _Watched:
+class _CountingWeightSource:
     """A weight source that reports the number of elements read so far."""
 
     def __init__(self, source: WeightSource, progress: Callable[[int], None]) -> None:
@@ -146,7 +146,7 @@ def choose_device(wanted: str, needed_bytes: int) -> torch.device:
             exit_code=ExitCode.environment,
         )
     if wanted == "auto":
-        has_room = here and torch.cuda.mem_get_info()[0] >= _ROOM * needed_bytes
+        has_room = here and torch.cuda.mem_get_info()[0] >= _FREE_MEMORY_FACTOR * needed_bytes
         wanted = "cuda" if has_room else "cpu"
     return torch.device(wanted)
 

@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from trainctl.config.registry import function_of
 from trainctl.config.schema import AttentionKind, DataType, ModelConfig
 from trainctl.data import user_functions as user_code
-from trainctl.data.user_functions import load
+from trainctl.data.user_functions import load_user_function
 from trainctl.engines.protocol import MakeParameter
 from trainctl.engines.shards import ParameterPiece, Pieces, Read, Shard, read_shard
 from trainctl.errors import TrainctlError
@@ -131,7 +131,7 @@ def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 def factory_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model that `model.factory` makes of the declared shape, in the given type."""
     assert model.factory is not None
-    built = load("model.factory", model.factory)(model)
+    built = load_user_function("model.factory", model.factory)(model)
     if not isinstance(built, PreTrainedModel):
         raise TrainctlError(
             f"model.factory={model.factory} gave a {type(built).__name__}",

@@ -42,7 +42,7 @@ TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class AddedTokens:
     """Tokens and rows added to a directory."""
 
     ids: dict[str, int]
@@ -62,7 +62,7 @@ def add_tokens(
     *,
     multiple_of: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Grown:
+) -> AddedTokens:
     """Write a copy of a directory with more special tokens to a new folder.
 
     The row of a new token, in the embedding and in the output projection, is the mean of the
@@ -84,7 +84,7 @@ def add_tokens(
     rows = max(model.vocab_size, max(ids.values()) + 1)
     if rows > model.vocab_size:
         rows = -(-rows // multiple_of) * multiple_of
-    found = Grown(ids, known, model.vocab_size, rows)
+    found = AddedTokens(ids, known, model.vocab_size, rows)
     stored = stored_tensors(folder)
     built = skeleton(with_portable_attention(model), torch.float32)
     growing = _token_table_names(folder, built, stored, model.vocab_size)
@@ -211,7 +211,7 @@ def _write_resized_file(
     made: Path,
     stored: Mapping[str, StoredTensor],
     sizes: Mapping[str, tuple[int, ...]],
-    grown: Grown,
+    grown: AddedTokens,
 ) -> None:
     """Write a copy of a weight file in which the tensors of `sizes` have their new rows."""
     others = sorted({tensor.dtype for tensor in stored.values()} - TYPES.keys())
@@ -236,7 +236,7 @@ def _write_resized_file(
         write_stream(made, layout, pieces(), {"format": "pt"})
 
 
-def _grown_rows(stored: Any, grown: Grown) -> Iterator[torch.Tensor]:
+def _grown_rows(stored: Any, grown: AddedTokens) -> Iterator[torch.Tensor]:
     """Yield the rows of a tensor with the new tokens' rows, at most `ROWS` at a time."""
     first = min(grown.rows_before, *grown.ids.values())
     total = sum(stored[a : min(a + ROWS, first)].double().sum(0) for a in range(0, first, ROWS))

@@ -204,12 +204,12 @@ def _own_slice(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def selective_dispatch_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the dispatch modes of forward pass and recomputation under `selective`."""
-    kept: deque[_Kept] = deque()
+    kept: deque[_SavedOutput] = deque()
     return _SaveOutputs(kept), _ReplaySaved(kept)
 
 
 @dataclass
-class _Kept:
+class _SavedOutput:
     operation: str
     output: Any
 
@@ -223,7 +223,7 @@ class _SaveOutputs(TorchDispatchMode):
     operation that writes to a kept tensor leaves a copy of it behind.
     """
 
-    def __init__(self, kept: deque[_Kept]) -> None:
+    def __init__(self, kept: deque[_SavedOutput]) -> None:
         super().__init__()
         self._kept = kept
 
@@ -240,7 +240,7 @@ class _SaveOutputs(TorchDispatchMode):
             self._copy(written)
         output = func(*args, **kwargs)
         if func.name() in SAVED_OPERATIONS:
-            self._kept.append(_Kept(func.name(), _detached(output)))
+            self._kept.append(_SavedOutput(func.name(), _detached(output)))
         return output
 
     def _copy(self, written: set[int]) -> None:
@@ -255,7 +255,7 @@ class _SaveOutputs(TorchDispatchMode):
 class _ReplaySaved(TorchDispatchMode):
     """Dispatch mode that returns the kept results, in order, in place of computing them again."""
 
-    def __init__(self, kept: deque[_Kept]) -> None:
+    def __init__(self, kept: deque[_SavedOutput]) -> None:
         super().__init__()
         self._kept = kept
 

@@ -30,7 +30,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.engines import patch_checks as declared
-from trainctl.engines.patches import At
+from trainctl.engines.patches import ProcessKind
 from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
 from trainctl.memory.traced import TracedModel, block_part
@@ -61,7 +61,7 @@ def trace(config: RunConfig) -> TracedModel:
         TrainctlError: The model's decoder blocks cannot be found, or its code depends on tensor
             values, which fake tensors lack.
     """
-    declared.require_definitions(config, {At.trace})
+    declared.require_definitions(config, {ProcessKind.trace})
     dtype = TORCH_TYPES[number_formats(config.precision).weights]
     with FakeTensorMode(allow_non_fake_inputs=True):
         with failures_in_words(config.model, "traced"):
@@ -89,7 +89,7 @@ def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> N
 
 
 @dataclass(slots=True)
-class Traced:
+class TracedBytes:
     """Bytes that autograd saves in one block, by part, and the number of blocks of its kind."""
 
     boundary: int
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module, counts: Mapping[nn.Module, int]) -> None:
         super().__init__()
         self._counts = counts
-        self.blocks: list[Traced] = []
+        self.blocks: list[TracedBytes] = []
         self._part: str | None = None
         self._weights = {_storage_id(tensor) for tensor in model.parameters()}
         # Tensors by storage key; holding the tensor keeps its key from being reused.
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         for tensor in shared:
             self._ignore(tensor)
         size = hidden.numel() * hidden.element_size()
-        self.blocks.append(Traced(boundary=size, blocks=self._counts[block]))
+        self.blocks.append(TracedBytes(boundary=size, blocks=self._counts[block]))
         self._part = "norms"
 
     def _leave_block(self, *_: Any) -> None:
@@ -262,7 +262,7 @@ def _mean_of_blocks(recorder: Recorder, config: RunConfig) -> BlockActivations:
     places = sum(block.blocks for block in recorder.blocks) * config.training.sequence_length
     element = BYTES[precision_of(config.precision).format]
 
-    def mean(size: Callable[[Traced], int]) -> int:
+    def mean(size: Callable[[TracedBytes], int]) -> int:
         return round(sum(block.blocks * size(block) for block in recorder.blocks) / places)
 
     attention = mean(lambda block: block.parts["attention"])

@@ -24,7 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
-from trainctl.models.hf_weights import Converted, StoredModel
+from trainctl.models.hf_weights import ConvertedTensors, StoredModel
 from trainctl.models.tensors import stored_tensors
 from trainctl.plans import mup
 
@@ -161,7 +161,7 @@ class SafetensorsWeights:
             return self._whole(joined.names[0])
         return self._converted(joined, None)[name]
 
-    def _converted(self, joined: Converted, row: int | None) -> dict[str, torch.Tensor]:
+    def _converted(self, joined: ConvertedTensors, row: int | None) -> dict[str, torch.Tensor]:
         """Return the tensors of a conversion, cached for reads of neighbouring ranges."""
         key = joined.first, row
         if self._last is None or self._last[0] != key:
@@ -187,7 +187,7 @@ class SafetensorsWeights:
 
 RANDOM = ("aten::normal_", "aten::uniform_", "aten::exponential_", "aten::bernoulli_.float")
 CONSTANT = ("aten::zero_", "aten::fill_.Scalar")
-FURTHER = (
+ELEMENTWISE_FOLLOWUPS = (
     "aten::mul_.Scalar",
     "aten::mul_.Tensor",
     "aten::div_.Scalar",
@@ -362,7 +362,7 @@ class _Recorder(TorchDispatchMode):
             return
         last = stretches[-1] if stretches else None
         is_same = last is not None and (last.start, last.stop) == (start, stop)
-        if func.name() not in FURTHER or last is None or not is_same:
+        if func.name() not in ELEMENTWISE_FOLLOWUPS or last is None or not is_same:
             raise NonShardableInit(name, func.name())
         stretches[-1] = InitializedRange(start, stop, Initializer((*last.law.operations, step)))
 

@@ -198,7 +198,7 @@ def own_head(model: PreTrainedModel) -> Head:
     hidden states.
     """
     shell = copy.copy(model)  # shares the head, with its hooks
-    given = _Given()
+    given = _GivenHiddenStates()
     shell._modules = {**model._modules, model.base_model_prefix: given}
 
     def head(states: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def own_head(model: PreTrainedModel) -> Head:
     return head
 
 
-class _Given(nn.Module):
+class _GivenHiddenStates(nn.Module):
     """Stand-in for a decoder, which returns given hidden states."""
 
     states: torch.Tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainctl.config.schema.option import option
-from trainctl.options.logger import Followed, Logger, LoggerConfig, Point
+from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point
 
 
 @dataclass
@@ -23,7 +23,7 @@ SPEC = Logger(name="board", keys=BoardConfig, build="extra_options.logger.board:
 class Board:
     """The board of a run; what is on it is the state."""
 
-    def __init__(self, run: Followed, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, run: FollowedRun, state: Mapping[str, Any] | None) -> None:
         self._path = run.folder / "board.txt"
         self._digits = run.keys.digits
         self._losses: dict[str, float] = dict(state or {})
