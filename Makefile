@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check format docs docs-site install trackers help
+.PHONY: demo test check format docs docs-site install trackers release help
 
 demo: $(VENV)/.installed-run  ## Train the tiny recipe on this machine, in a few minutes
 	$(BIN)/trainctl launch recipe=tiny
@@ -36,6 +36,9 @@ docs-site: $(VENV)/.installed-docs  ## Build the site of docs/ into build/site; 
 install: $(VENV)/.installed-all  ## Install all that running, tests and checks need, in one step
 
 trackers: $(VENV)-trackers/.installed  ## Install W&B, MLflow and Trackio, apart: their pins clash
+
+release: $(VENV)/.installed-all  ## Build and check a release; VERSION=X.Y.Z
+	$(BIN)/python scripts/release.py '$(VERSION)'
 
 help:  ## Show this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
