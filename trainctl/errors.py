@@ -78,6 +78,22 @@ class Finding:
     def is_error(self) -> bool:
         return self.severity is Severity.error
 
+    def __str__(self) -> str:
+        where = f" [{self.source}]" if self.source else ""
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{self.severity}: {self.rule}: {self.message}{where}{hint}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rule": self.rule,
+            "severity": self.severity.value,
+            "key": self.key,
+            "message": self.message,
+            "hint": self.hint,
+            "source": self.source,
+            "exit_code": int(self.exit_code),
+        }
+
 
 class TrainctlError(Exception):
     """A failure that a user can act on; never shown with a traceback.
@@ -99,6 +115,11 @@ class TrainctlError(Exception):
         self.hint = hint
         self.exit_code = exit_code
         self.findings = tuple(findings)
+        # A traceback, as a script or notebook shows it, says all that the commands print.
+        for finding in self.findings:
+            self.add_note(str(finding))
+        if hint:
+            self.add_note(f"hint: {hint}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without `__init__`, whose arguments differ between subclasses."""

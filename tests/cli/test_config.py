@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainctl.cli.arguments import split_target
 from trainctl.cli.main import run
+from trainctl.config.overrides import split_target
 from trainctl.errors import ExitCode
 from trainctl.launchers.planning import compose_config, plan_config
 from trainctl.runs.directory import create_run, new_attempt, open_run

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from trainctl.cli.console import count_text, print_data, print_json, print_message
+from trainctl.cli.console import print_data, print_json, print_message
+from trainctl.config.quantities import count_text
 
 
 class Terminal(io.StringIO):

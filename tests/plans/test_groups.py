@@ -7,8 +7,8 @@ import random
 import pytest
 from plan_cases import config_with, cpus
 
-from trainctl.cli.plan_view import plan_lines
 from trainctl.config.registry import list_kinds
+from trainctl.monitor.plan_text import plan_lines
 from trainctl.plans.optimizers import group_of, parameter_groups
 from trainctl.plans.shapes import all_tensors, count_parameters
 from trainctl.rules.resolve import resolve

@@ -168,15 +168,4 @@ OnDevice = Annotated[
 ]
 
 
-def split_target(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """Split arguments into a leading recipe or run, if there is one, and the overrides after it.
-
-    An override always has a ``=`` or starts with ``~``, so anything else in front is a target.
-    """
-    first, *rest = arguments or [""]
-    if first and "=" not in first and not first.startswith("~"):
-        return first, rest
-    return None, list(arguments or [])
-
-
 NamedRuns = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]

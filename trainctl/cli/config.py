@@ -10,37 +10,28 @@ from typing import Annotated, Any
 
 import typer
 
+from trainctl import api
 from trainctl.cli.arguments import (
     AttemptOption,
     ConfigDir,
     Json,
     Overrides,
     TargetAndOverrides,
-    split_target,
 )
 from trainctl.cli.complete import complete_key
 from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
 from trainctl.config.codec import to_plain
 from trainctl.config.editor import write_schemas
-from trainctl.config.json_file import read_json
 from trainctl.config.json_schema import option_schema, recipe_schema
+from trainctl.config.overrides import split_target
 from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
-from trainctl.launchers.planning import compose_target, plan_config
-from trainctl.rules.deepspeed.case import JsonContext
+from trainctl.launchers.config_questions import explain_value, read_compared
+from trainctl.launchers.planning import compose_target
 from trainctl.rules.deepspeed_schema import deepspeed_schema
-from trainctl.rules.registry import check_file
-from trainctl.tuning.config_diff import (
-    ComparedConfig,
-    Difference,
-    compare,
-    json_config,
-    planned_config,
-)
-from trainctl.tuning.import_json import ImportResult, world_size_of
-from trainctl.tuning.import_json import import_json as imported_from
+from trainctl.tuning.config_diff import ComparedConfig, Difference, compare
+from trainctl.tuning.import_json import ImportResult, import_file
 from trainctl.tuning.recipes import import_recipe
-from trainctl.tuning.value_explanation import explain, unknown_key_error
 
 SIDE = "A recipe, a run directory (or one of its attempts/N), or a file of DeepSpeed's JSON."
 
@@ -66,12 +57,8 @@ def import_json(
 
     Example: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml
     """
-    ranks = world_size or world_size_of(read_json(file).value)
-    checked = check_file(file, JsonContext(world_size=ranks, fills_auto=True))
-    if checked.has_error:
-        raise TrainctlError.from_findings(checked.findings)
-    imported = imported_from(checked.document.value, world_size=ranks)
-    show_findings(checked.findings)
+    imported, findings = import_file(file, world_size)
+    show_findings(findings)
     for left in imported.left_out:
         print_message(f"left out: {left.key}={dumps(left.value)}: {left.reason}", style="warning")
     if as_json:
@@ -121,15 +108,14 @@ def deepspeed(
 
     Example: trainctl config deepspeed 7b-zero3 hardware=8xh100-80g
     """
-    planned = plan_config(compose_target(*split_target(target), config_dir, attempt=attempt))
-    made = planned.plan
-    show_findings(planned.findings)
-    if not made.deepspeed:
+    plan = api.plan(*(target or ()), config_dir=config_dir, attempt=attempt)
+    show_findings(plan.findings)
+    if not plan.deepspeed_json:
         raise TrainctlError(
-            f"engine={made.engine} takes no JSON of DeepSpeed's",
+            f"engine={plan.details.plan.engine} takes no JSON of DeepSpeed's",
             hint="`trainctl launch --dry-run ...` lists its settings",
         )
-    print_json(made.deepspeed)
+    print_json(plan.deepspeed_json)
 
 
 @app.command()
@@ -152,13 +138,7 @@ def why(
     """
     composed = compose_target(*split_target(overrides), config_dir, attempt=attempt)
     show_findings(composed.findings)
-    planned = plan_config(composed)
-    composed, made = planned.composed, planned.assessment.plan
-    answer = explain(key, composed, made)
-    if answer is None:
-        if made is None:
-            raise TrainctlError.from_findings(planned.findings)
-        raise unknown_key_error(key, composed, made)
+    answer = explain_value(key, composed)
     if as_json:
         print_json(answer.to_json())
         return
@@ -190,13 +170,9 @@ def diff(
 
 
 def _read_side(name: str, config_dir: Path | None, attempt: int | None = None) -> ComparedConfig:
-    """Read a recipe, a run directory, or a file of DeepSpeed's JSON."""
-    path = Path(name).expanduser()
-    if attempt is None and (path.is_file() or path.suffix == ".json"):
-        return json_config(path)
-    composed = compose_target(name, (), config_dir, attempt=attempt)
-    show_findings(composed.findings)
-    return planned_config(name, composed.config, plan_config(composed).assessment.plan)
+    side, findings = read_compared(name, config_dir, attempt)
+    show_findings(findings)
+    return side
 
 
 def _print_differences(differences: Sequence[Difference], left: str, right: str) -> None:

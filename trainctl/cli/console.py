@@ -185,11 +185,6 @@ def print_table(
     console.print(table)
 
 
-def gib_text(size: float) -> str:
-    """Format bytes as GiB, such as ``12.50 GiB``."""
-    return f"{size / 2**30:,.2f} GiB"
-
-
 def size_text(size: float) -> str:
     """Format bytes with three digits, such as ``9.68 MiB``."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -212,14 +207,6 @@ def escape_control_characters(text: str) -> str:
 def to_printable(line: str) -> str:
     """Replace the unprintable characters of a line that a model wrote, such as escape sequences."""
     return "".join(character if character.isprintable() else "\ufffd" for character in line)
-
-
-def count_text(number: float) -> str:
-    """Format a large count with three digits, such as ``6.74 B``."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:g}"
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
@@ -268,18 +255,7 @@ def show_explain_hint(words: list[str]) -> None:
 
 def findings_to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return the findings as JSON objects."""
-    return [
-        {
-            "rule": finding.rule,
-            "severity": finding.severity.value,
-            "key": finding.key,
-            "message": finding.message,
-            "hint": finding.hint,
-            "source": finding.source,
-            "exit_code": int(finding.exit_code),
-        }
-        for finding in findings
-    ]
+    return [finding.to_json() for finding in findings]
 
 
 LINE_SECONDS = 5.0

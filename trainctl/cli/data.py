@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainctl.cli import data_plan, data_prepare
-from trainctl.cli.arguments import ConfigDir, Json, NamedRun, TargetAndOverrides, split_target
+from trainctl.cli.arguments import ConfigDir, Json, NamedRun, TargetAndOverrides
 from trainctl.cli.console import (
     Meter,
     print_data,
@@ -20,6 +20,7 @@ from trainctl.cli.console import (
     to_printable,
 )
 from trainctl.config.compose import ComposedConfig
+from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target

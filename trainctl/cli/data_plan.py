@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides, split_target
+from trainctl import api
+from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides
 from trainctl.cli.console import (
     Meter,
     findings_to_json,
@@ -19,10 +20,10 @@ from trainctl.cli.console import (
     rich_console,
     show_findings,
 )
+from trainctl.config.overrides import split_target
 from trainctl.data.source_lengths import data_plan_of
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target, name_sources
-from trainctl.launchers.planning import plan_config as make_plan
 from trainctl.monitor.report.charts import corpus_chart, mixture_chart
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ def plan(
 
     Examples: trainctl data plan recipe=tiny; trainctl data plan runs/NAME training.steps=2000
     """
-    name, overrides = split_target(target)
-    planned = make_plan(compose_target(name, overrides, config_dir))
+    planned = api.plan(*(target or ()), config_dir=config_dir).details
     made = planned.plan
     found, findings = data_plan_of(made)
     findings = name_sources(planned.composed, findings)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides
 from trainctl.cli.console import print_data, print_json, show_findings
 from trainctl.cli.record_lines import bad_text_lines
+from trainctl.config.overrides import split_target
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target
 from trainctl.launchers.text_preparation import (

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+from trainctl import api
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides
 from trainctl.cli.console import findings_to_json, print_data, print_json, show_findings
-from trainctl.engines.patch_checks import check_definitions, list_uses
 from trainctl.errors import ExitCode
-from trainctl.hardware import resolve_hardware
-from trainctl.hardware.health import CheckResult, examine_machine
-from trainctl.launchers.planning import compose_target, name_sources
+from trainctl.hardware.health import CheckResult
 
 
 def doctor(
@@ -25,23 +23,13 @@ def doctor(
 
     Example: trainctl doctor recipe=7b-zero3-nvme offload.nvme_path=/local_nvme
     """
-    composed = compose_target(*split_target(target), config_dir)
-    show_findings(composed.findings)
-    hardware = resolve_hardware(composed.config.hardware)
-    checks = [
-        replace(check, findings=tuple(name_sources(composed, check.findings)))
-        for check in (
-            *examine_machine(composed.config, hardware),
-            *check_definitions(composed.config),
-        )
-    ]
-    findings = [finding for check in checks for finding in check.findings]
-    uses = list_uses(composed.config)
+    report = api.check_machine(*(target or ()), config_dir=config_dir)
+    show_findings(report.notes)
     if as_json:
         print_json(
             {
                 "schema": 1,
-                "hardware": hardware.name,
+                "hardware": report.hardware.name,
                 "checks": [
                     {
                         "name": check.name,
@@ -49,16 +37,16 @@ def doctor(
                         "facts": list(check.facts),
                         "findings": findings_to_json(check.findings),
                     }
-                    for check in checks
+                    for check in report.checks
                 ],
-                "uses": uses,
+                "uses": report.uses,
             }
         )
     else:
-        _print_checks(checks, hardware.name)
-        _print_uses(uses)
-        show_findings(findings)
-    if any(finding.is_error for finding in findings):
+        _print_checks(report.checks, report.hardware.name)
+        _print_uses(report.uses)
+        show_findings(report.findings)
+    if any(finding.is_error for finding in report.findings):
         raise typer.Exit(ExitCode.environment)
 
 
@@ -70,7 +58,7 @@ def _check_verdict(check: CheckResult) -> str:
     return "good" if check.facts else "not needed"
 
 
-def _print_checks(checks: list[CheckResult], name: str) -> None:
+def _print_checks(checks: Sequence[CheckResult], name: str) -> None:
     print_data(f"This machine, for {name}")
     for check in checks:
         verdict = _check_verdict(check)
@@ -79,7 +67,7 @@ def _print_checks(checks: list[CheckResult], name: str) -> None:
         print_data(f"  {verdict:<10}  {check.name}{f': {facts}' if facts else ''}", style=style)
 
 
-def _print_uses(uses: list[dict[str, Any]]) -> None:
+def _print_uses(uses: Sequence[dict[str, Any]]) -> None:
     """Print what a run changes in other packages, or uses of their undocumented internals."""
     print_data("What it changes in other packages, or uses of their inside (why: --json)")
     for use in uses:

@@ -8,19 +8,15 @@ from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides, split_target
+from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides
 from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
-from trainctl.cli.plan_view import (
-    plan_subject,
-    plan_title,
-    show_budget,
-    show_slack,
-    show_suggestions,
-)
+from trainctl.cli.plan_view import show_budget, show_slack, show_suggestions
+from trainctl.config.overrides import split_target
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers.measure import MeasuringStopped, measure
 from trainctl.launchers.planning import PlannedConfig, PlannedPoint, plan_points
 from trainctl.memory.traced import compare_with_closed_form
+from trainctl.monitor.plan_text import plan_subject, plan_title
 
 FITS = {True: "fits", False: "does not fit", None: "too close to tell"}
 

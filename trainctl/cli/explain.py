@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from textwrap import fill
 from typing import Annotated
@@ -11,13 +10,9 @@ import typer
 
 from trainctl.cli.arguments import Json
 from trainctl.cli.console import print_data, print_json
-from trainctl.config.suggest import did_you_mean, nearest_names
-from trainctl.errors import TrainctlError
-from trainctl.rules.handbook import RULE, Meaning, all_meanings, known_words, page_address
-from trainctl.rules.handbook import explain as look_up
+from trainctl.rules.handbook import RULE, Meaning, find_meanings, known_words, page_address
 
 _WIDTH = 100
-_COMMON_WORDS = ("exit", "code", "event", "rule")
 
 
 def complete_word(incomplete: str) -> list[str]:
@@ -41,7 +36,7 @@ def explain(words: Words = None, as_json: Json = False) -> None:
 
     Examples: trainctl explain TC024; trainctl explain intervention; trainctl explain exit code 75
     """
-    found = _find_meanings(words or [])
+    found = find_meanings(words or [])
     if as_json:
         print_json({"schema": 1, "explanations": [_to_json(each) for each in found]})
     elif not words:
@@ -49,30 +44,6 @@ def explain(words: Words = None, as_json: Json = False) -> None:
             print_data(f"{each.word:<22} {each.meaning}")
     else:
         print_data("\n\n".join("\n".join(_meaning_lines(each)) for each in found))
-
-
-def _find_meanings(words: list[str]) -> list[Meaning]:
-    """Return the meaning of each word; all meanings if no word is given."""
-    if not words:
-        return all_meanings()
-    # Accept the phrase `exit code 75`; `code` alone names a cause of failures.
-    has_code = any(word.isdigit() for word in words)
-    said = [word for word in words if not (has_code and word.lower() in _COMMON_WORDS)]
-    return [_find_meaning(word) for word in said]
-
-
-def _find_meaning(word: str) -> Meaning:
-    found = look_up(word)
-    if found is None:
-        known = known_words()
-        number = re.fullmatch(r"(?:TC)?0*(\d{1,3})", word, re.IGNORECASE)
-        rule = f"TC{int(number[1]):03}" if number else ""
-        hint = did_you_mean([rule] if rule in known else nearest_names(word, known))
-        raise TrainctlError(
-            f"there is no rule, record, cause or exit code {word!r}",
-            hint=hint or "`trainctl explain` lists all",
-        )
-    return found
 
 
 def _meaning_lines(found: Meaning) -> Iterator[str]:

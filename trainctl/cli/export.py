@@ -11,14 +11,13 @@ import typer
 from trainctl.cli.arguments import Best, Json, NamedRun, Step, Weights, WhichWeights
 from trainctl.cli.console import (
     Meter,
-    count_text,
     print_data,
     print_json,
     print_message,
     print_warning,
     size_text,
 )
-from trainctl.config.quantities import in_unit
+from trainctl.config.quantities import count_text, in_unit
 from trainctl.errors import TrainctlError
 from trainctl.launchers import offline
 from trainctl.launchers.offline import WeightsChoice

@@ -21,7 +21,6 @@ from trainctl.cli.arguments import (
     Overrides,
     TargetAndOverrides,
     Verbose,
-    split_target,
 )
 from trainctl.cli.commands import script_arguments
 from trainctl.cli.console import (
@@ -45,6 +44,7 @@ from trainctl.cli.plan_view import (
 from trainctl.cli.progress import LiveFollower, Progress
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import ComposedConfig, recompose
+from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import ignored_trainer_settings, with_script_arguments
 from trainctl.errors import ExitCode, TrainctlError

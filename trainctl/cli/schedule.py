@@ -8,17 +8,15 @@ from typing import Annotated
 
 import typer
 
+from trainctl import api
 from trainctl.cli.arguments import (
     ConfigDir,
     Json,
     TargetAndOverrides,
     check_chart_file,
-    split_target,
 )
 from trainctl.cli.console import print_data, print_json, print_message, show_findings
 from trainctl.config.codec import to_plain
-from trainctl.launchers.planning import compose_target
-from trainctl.launchers.planning import plan_config as make_plan
 from trainctl.monitor.report.charts import CurvePoint, points_of, schedule_chart, title_of
 from trainctl.options.schedule import WithPatience
 from trainctl.plans.schedule import Curve
@@ -58,9 +56,8 @@ def show(
     Examples: trainctl schedule show recipe=tiny schedule=wsd; trainctl schedule show runs/NAME
     training.steps=2000 --plot schedule.png
     """
-    name, overrides = split_target(target)
-    planned = make_plan(compose_target(name, overrides, config_dir))
-    made = planned.plan
+    planned = api.plan(*(target or ()), config_dir=config_dir)
+    made = planned.details.plan
     show_findings([finding for finding in planned.findings if not finding.is_error])
     points = points_of(made)
     if plot is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Force, Json, register_config_dir, split_target
+from trainctl.cli.arguments import ConfigDir, Force, Json, register_config_dir
 from trainctl.cli.console import (
     print_data,
     print_json,
@@ -15,7 +15,7 @@ from trainctl.cli.console import (
     print_table,
     tolerate_broken_pipe,
 )
-from trainctl.config.overrides import expand_sweep
+from trainctl.config.overrides import expand_sweep, split_target
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers.sweep import (
     QueueStopped,

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, split_target
+from trainctl import api
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides
 from trainctl.cli.console import (
     findings_to_json,
     print_data,
@@ -16,9 +17,7 @@ from trainctl.cli.console import (
     show_findings,
 )
 from trainctl.errors import TrainctlError
-from trainctl.hardware import Hardware, resolve_hardware
-from trainctl.launchers.planning import compose_config, compose_target, plan_config
-from trainctl.rules.registry import check_file, json_context
+from trainctl.monitor.plan_text import plan_name
 
 DeepSpeedFile = Annotated[
     Path | None,
@@ -66,32 +65,29 @@ def validate(
             hint="without it, hardware=... and model=... say them",
         )
     try:
-        planned = plan_config(compose_target(*split_target(overrides), config_dir), with_files=True)
-        findings, made = planned.findings, planned.assessment.plan
+        made = api.plan(*(overrides or ()), config_dir=config_dir, files=True).details
+        findings, not_yet = made.findings, made.plan.not_yet
     except TrainctlError as error:
         if not as_json:
             raise
-        findings, made = error.findings, None
-    not_yet = made.not_yet if made else ()
+        findings, not_yet = error.findings, ()
     errors = [finding for finding in findings if finding.is_error]
     if as_json:
         report = {"schema": 1, "valid": not errors, "findings": findings_to_json(findings)}
         print_json(report | {"not_yet": list(not_yet)})
         raise typer.Exit(errors[0].exit_code if errors else 0)
-    if errors or made is None:
+    if errors:
         raise TrainctlError.from_findings(findings)
     show_findings(findings)
     for technique in not_yet:
         print_message(f"note: {technique}", style="warning")
-    name = made.config.recipe or made.config.model.name
-    print_data(f"{name} is valid on {made.hardware.name}")
+    print_data(f"{plan_name(made.plan)} is valid on {made.hardware.name}")
 
 
 def _validate_file(
     path: Path, overrides: list[str], world_size: int | None, model: Path | None, as_json: bool
 ) -> None:
-    around = json_context(_hardware(overrides), world_size, model)
-    checked = check_file(path, around)
+    checked = api.check_deepspeed(path, *overrides, world_size=world_size, model=model)
     version = checked.schema.deepspeed
     if as_json:
         report = {"schema": 1, "valid": not checked.has_error, "deepspeed": version}
@@ -102,7 +98,7 @@ def _validate_file(
             f"note: DeepSpeed {checked.installed} is installed, and {version} is what is known",
             style="warning",
         )
-    if around.world_size is None:
+    if checked.around.world_size is None:
         print_message(
             "note: without --world-size N the batch is checked in part only", style="warning"
         )
@@ -110,18 +106,3 @@ def _validate_file(
         raise TrainctlError.from_findings(checked.findings)
     show_findings(checked.findings)
     print_data(f"{path} is valid for DeepSpeed {version}")
-
-
-def _hardware(overrides: list[str]) -> Hardware | None:
-    """Return the machines that `hardware=...` describes; None without overrides.
-
-    Raises:
-        TrainctlError: Something else is overridden.
-    """
-    others = [text for text in overrides if not text.startswith(("hardware=", "hardware."))]
-    if others:
-        raise TrainctlError(
-            f"{others[0]} has no effect on a DeepSpeed JSON",
-            hint="beside --deepspeed only hardware=... says something: kind and number of devices",
-        )
-    return resolve_hardware(compose_config(overrides, None).config.hardware) if overrides else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar
 
 import yaml
@@ -98,6 +99,8 @@ _known: dict[str, tuple[dict[str, Answer], list[tuple[str, str]]]] = {}
 """Cache by defaults list: the answers that Hydra received, and the order it computed. Hydra takes
 90 ms each time, and a sweep composes the same files again and again.
 """
+_hydra = Lock()
+"""Held while Hydra works: its registries, and the folders it is shown, are the process's."""
 
 
 def files_in_order(
@@ -116,6 +119,18 @@ def files_in_order(
     answers, files = _known.get(key, ({}, []))
     if answers and _answers_are_current(folders, answers):
         return list(files)
+    with _hydra:
+        found = _ask_hydra(folders, defaults)
+    if not isinstance(found, Finding):
+        _known[key] = found
+        return list(found[1])
+    return found
+
+
+def _ask_hydra(
+    folders: list[Folder], defaults: Sequence[Any]
+) -> tuple[dict[str, Answer], list[tuple[str, str]]] | Finding:
+    """Return the answers that Hydra received about paths, and the order that it computed."""
     Plugins.instance().register(SearchedFolders)
     SearchedFolders.folders, SearchedFolders.asked = folders, set()
     node = {"defaults": [*defaults, "_self_"], "hydra": {"searchpath": [f"{SCHEME}://"]}}
@@ -137,5 +152,4 @@ def files_in_order(
         for item in listed
         if item.config_path and item.config_path not in (ROOT, HYDRA_CONFIG)
     ]
-    _known[key] = answers, files
-    return list(files)
+    return answers, files

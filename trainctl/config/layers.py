@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
+from threading import Lock
 from typing import Any
 
 from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
@@ -144,7 +145,6 @@ class Stack:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-        _forbid_secret_references()
         findings: list[Finding] = []
         for setting in self.references.values():
             try:
@@ -156,10 +156,11 @@ class Stack:
         known = OmegaConf.create(self._without_secrets())
         for setting in list(self.references.values()):
             try:
-                known[VALUE] = setting.value
-                value = known[VALUE]
-                if OmegaConf.is_config(value):
-                    value = OmegaConf.to_container(value, resolve=True)
+                with _secrets_refused():
+                    known[VALUE] = setting.value
+                    value = known[VALUE]
+                    if OmegaConf.is_config(value):
+                        value = OmegaConf.to_container(value, resolve=True)
             except (OmegaConfBaseException, RecursionError, ValueError) as error:
                 findings.append(_unresolved_error(setting, first_line(error)))
                 continue
@@ -205,11 +206,16 @@ class Stack:
             self.references.pop(setting.key, None)
 
 
-@cache
-def _forbid_secret_references() -> None:
+_resolvers = Lock()
+"""Held while a resolver is replaced: OmegaConf's resolvers are the process's."""
+
+
+@contextmanager
+def _secrets_refused() -> Iterator[None]:
     """Make `${oc.env:NAME}` refuse names of secrets outside the keys that a launch resolves.
 
-    Other keys are written to the run directory with their resolved values.
+    Other keys are written to the run directory with their resolved values. Afterwards the resolver
+    is OmegaConf's own again, for a program that uses it beside trainctl.
     """
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
@@ -219,7 +225,12 @@ def _forbid_secret_references() -> None:
             raise ValueError(f"{name} looks like a secret, and this key is written with the run")
         return oc.env(name, *default)
 
-    OmegaConf.register_new_resolver("oc.env", variable, replace=True)
+    with _resolvers:
+        OmegaConf.register_new_resolver("oc.env", variable, replace=True)
+        try:
+            yield
+        finally:
+            OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def _override_text(setting: Setting) -> str:

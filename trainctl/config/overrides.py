@@ -55,6 +55,28 @@ class Overrides:
     """All problems; wrong overrides are left out of the other fields."""
 
 
+def split_target(arguments: Sequence[str] | None) -> tuple[str | None, list[str]]:
+    """Split arguments into a leading recipe or run, if there is one, and the overrides after it.
+
+    An override always has a ``=`` or starts with ``~``, so anything else in front is a target.
+    """
+    first, *rest = arguments or [""]
+    if first and "=" not in first and not first.startswith("~"):
+        return first, rest
+    return None, list(arguments or [])
+
+
+def merge_overrides(overrides: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides followed by `more`, without those that `more` sets again."""
+    again = {_override_key(text) for text in more}
+    return (*(text for text in overrides if _override_key(text) not in again), *more)
+
+
+def _override_key(text: str) -> str:
+    name = text.partition("=")[0].strip().lstrip("+")
+    return ALIASES.get(name, name)
+
+
 def read_overrides(texts: Sequence[str], folders: list[Folder]) -> Overrides:
     """Parse each override by Hydra's grammar and check it."""
     result = Overrides()

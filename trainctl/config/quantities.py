@@ -65,3 +65,21 @@ def _size_text(size: float, units: dict[str, float]) -> str:
         if abs(size) >= 0.1 * unit:
             return f"{size / unit:,.1f} {name}"
     return f"{size:.0f} B"
+
+
+def gib_text(size: float) -> str:
+    """Format bytes as GiB, such as ``12.50 GiB``."""
+    return f"{size / 2**30:,.2f} GiB"
+
+
+def count_text(number: float) -> str:
+    """Format a large count with three digits, such as ``6.74 B``."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:g}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Format the time of a step with three digits, such as ``12.5 ms`` or ``3.40 s``."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

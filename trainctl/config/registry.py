@@ -18,13 +18,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 from trainctl.config.extras import install_command
 from trainctl.errors import ExitCode, TrainctlError, describe_exception
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SHIPPED = Path(__file__).parents[1] / "options"
 ENTRY_POINTS = "trainctl.options"
@@ -51,6 +55,23 @@ class Spec:
     """
     modules: tuple[str, ...] = ()
     """Modules that it imports besides those that trainctl requires; checked before a launch."""
+
+
+_making = RLock()
+"""Held while a class is made or code of an option is imported, so that threads take turns."""
+
+
+def _cache_once(function: Callable[P, R]) -> Callable[P, R]:
+    """Cache like `functools.cache`, and call the function once even if threads ask together: a
+    second class of the same keys would not be equal to the first.
+    """
+    once: Any = cache(function)
+
+    def locked(*arguments: Any) -> Any:
+        with _making:
+            return once(*arguments)
+
+    return cast(Callable[P, R], cache(locked))
 
 
 @cache
@@ -153,11 +174,12 @@ def _exit_raises() -> Iterator[None]:
     def refuse(status: int) -> NoReturn:
         raise SystemExit(f"os._exit({status})")
 
-    own, os._exit = os._exit, refuse
-    try:
-        yield
-    finally:
-        os._exit = own
+    with _making:
+        own, os._exit = os._exit, refuse
+        try:
+            yield
+        finally:
+            os._exit = own
 
 
 def _why_not_built(build: str | Callable[..., Any]) -> str:
@@ -214,7 +236,7 @@ def section_class(group: str, kind: str) -> type:
     return keys
 
 
-@cache
+@_cache_once
 def with_parts(cls: type) -> type:
     """Return a section's dataclass with one more section for each option that has keys.
 
@@ -228,7 +250,7 @@ def with_parts(cls: type) -> type:
     return make_dataclass(cls.__name__, own, bases=(cls,)) if own else cls
 
 
-@cache
+@_cache_once
 def part_class(part: Any, kind: str) -> type:
     """Return the dataclass of a named section, such as `data.sources.NAME`, under one kind.
 

@@ -23,6 +23,7 @@ from trainctl.launchers.rank_command import user_code_folder
 from trainctl.options.launcher import spec_of
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand, write_command
+from trainctl.runs.directory import last_attempt
 from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.records import Event
@@ -248,6 +249,16 @@ def render(start: AttemptRequest) -> RenderedLaunch:
     """Render what would be started for an attempt. Pure."""
     rendered: RenderedLaunch = _launcher_function(start.plan, "render")(start)
     return rendered
+
+
+def render_next(plan: RunPlan, run: RunPaths) -> RenderedLaunch:
+    """Render what a launch of the plan from this shell would start as the next attempt of a run."""
+    attempt = run.attempt(last_attempt(run) + 1)
+    return render(
+        AttemptRequest(
+            plan=plan, run=run, attempt=attempt, environment=os.environ, cores=available_cores()
+        )
+    )
 
 
 def after_job(run: RunPaths, plan: RunPlan, exit_code: int) -> None:

@@ -24,6 +24,7 @@ from trainctl.models.tracing import anatomy_in_child
 from trainctl.options.launcher import spec_of
 from trainctl.plans.shapes import head_dim
 from trainctl.plans.types import RunPlan
+from trainctl.rules.registry import CheckedFile, check_file, json_context
 from trainctl.rules.resolve import resolve
 from trainctl.runs.attempts import (
     config_of,
@@ -289,6 +290,26 @@ def _compose_run(
     )
     notes = ignored_config_findings(run, standing if attempt is None else None)
     return replace(composed, findings=(*composed.findings, *notes))
+
+
+def check_deepspeed_file(
+    path: Path, overrides: Sequence[str], *, world_size: int | None, model: Path | None
+) -> CheckedFile:
+    """Check a DeepSpeed JSON, for the machines that overrides of `hardware` describe.
+
+    Raises:
+        TrainctlError: The file or the model cannot be read, or something else is overridden.
+    """
+    others = [text for text in overrides if not text.startswith(("hardware=", "hardware."))]
+    if others:
+        raise TrainctlError(
+            f"{others[0]} has no effect on a DeepSpeed JSON",
+            hint="beside --deepspeed only hardware=... says something: kind and number of devices",
+        )
+    hardware = (
+        resolve_hardware(compose_config(overrides, None).config.hardware) if overrides else None
+    )
+    return check_file(path, json_context(hardware, world_size, model))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+
+from trainctl.config.suggest import did_you_mean, nearest_names
+from trainctl.errors import TrainctlError
 
 SITE = "TRAINCTL_DOCS_URL"
 """Environment variable with the address of a copy of the documentation's site."""
@@ -98,6 +101,9 @@ def known_words() -> list[str]:
     return [section.word for section in _sections_by_word().values()]
 
 
+_COMMON_WORDS = ("exit", "code", "event", "rule")
+
+
 def explain(word: str) -> Meaning | None:
     """Return the meaning of a word; None if it is unknown.
 
@@ -113,6 +119,34 @@ def explain(word: str) -> Meaning | None:
 def all_meanings() -> list[Meaning]:
     """Return all meanings, in the order of `known_words`."""
     return [_section_meaning(section) for section in _sections_by_word().values()]
+
+
+def find_meanings(words: Sequence[str]) -> list[Meaning]:
+    """Return the meaning of each word; all meanings if no word is given.
+
+    Raises:
+        TrainctlError: A word is unknown; the error names the nearest.
+    """
+    if not words:
+        return all_meanings()
+    # Accept the phrase `exit code 75`; `code` alone names a cause of failures.
+    has_code = any(word.isdigit() for word in words)
+    said = [word for word in words if not (has_code and word.lower() in _COMMON_WORDS)]
+    return [_find_meaning(word) for word in said]
+
+
+def _find_meaning(word: str) -> Meaning:
+    found = explain(word)
+    if found is None:
+        known = known_words()
+        number = re.fullmatch(r"(?:TC)?0*(\d{1,3})", word, re.IGNORECASE)
+        rule = f"TC{int(number[1]):03}" if number else ""
+        hint = did_you_mean([rule] if rule in known else nearest_names(word, known))
+        raise TrainctlError(
+            f"there is no rule, record, cause or exit code {word!r}",
+            hint=hint or "`trainctl explain` lists all",
+        )
+    return found
 
 
 def page_address(found: Meaning) -> str:

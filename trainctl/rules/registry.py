@@ -63,6 +63,8 @@ class CheckedFile:
     """Schema of the DeepSpeed version it was checked against."""
     installed: str
     """Version of the installed DeepSpeed; empty if there is none."""
+    around: JsonContext
+    """Devices, ranks and model that it was checked for."""
 
     @property
     def has_error(self) -> bool:
@@ -81,7 +83,13 @@ def check_file(path: Path, around: JsonContext) -> CheckedFile:
     found = check_json(document.value, around, schema) if document.is_readable else ()
     named = [*document.findings, *(_with_line(finding, document, path) for finding in found)]
     named.sort(key=lambda finding: (not finding.is_error, _finding_line(finding)))
-    return CheckedFile(document=document, findings=tuple(named), schema=schema, installed=installed)
+    return CheckedFile(
+        document=document,
+        findings=tuple(named),
+        schema=schema,
+        installed=installed,
+        around=around,
+    )
 
 
 def json_context(

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose
+from trainctl.config.json_file import read_json
 from trainctl.config.keys import as_override
 from trainctl.config.schema import RunConfig, walk_leaves
+from trainctl.errors import Finding, TrainctlError
 from trainctl.plans.deepspeed import flatten
 from trainctl.plans.deepspeed_table import MIN_ONE_KEYS, TABLE, WORDS, Modes, at_least_one
 from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, is_whole
 from trainctl.rules.passed_keys import PASS_THROUGH_KEYS, entry_of, idle_reason, owner_of
+from trainctl.rules.registry import check_file
 from trainctl.rules.resolve import resolve
 from trainctl.tuning.import_values import RECOMPUTE, ConvertedKeys, wanted_values
 
@@ -88,6 +92,25 @@ def import_json(
         passed,
         (*(LeftOutKey(*each) for each in wanted.left_out), *left_out),
     )
+
+
+def import_file(file: Path, world_size: int | None) -> tuple[ImportResult, tuple[Finding, ...]]:
+    """Import a DeepSpeed JSON.
+
+    Args:
+        world_size: Ranks that its batch is for; None takes what its numbers say.
+
+    Returns:
+        What it imports as, and warnings about the file.
+
+    Raises:
+        TrainctlError: The file cannot be read, or is not valid for DeepSpeed.
+    """
+    ranks = world_size or world_size_of(read_json(file).value)
+    checked = check_file(file, JsonContext(world_size=ranks, fills_auto=True))
+    if checked.has_error:
+        raise TrainctlError.from_findings(checked.findings)
+    return import_json(checked.document.value, world_size=ranks), checked.findings
 
 
 def world_size_of(json: Mapping[str, Any]) -> int:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from json import dumps
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import ComposedConfig
+from trainctl.config.editor import link_recipe
 from trainctl.config.overrides import ALIASES
+from trainctl.config.quantities import seconds_text
 from trainctl.config.schema import GROUPS
 from trainctl.errors import TrainctlError
 from trainctl.tuning.import_json import ImportResult
-from trainctl.tuning.search import FoundPlan
+from trainctl.tuning.search import FoundPlan, Search
 
 
 def check_recipe_file(path: Path, config_dir: Path | None) -> None:
@@ -61,6 +64,39 @@ def plan_recipe(composed: ComposedConfig, found: FoundPlan, comment: Sequence[st
             settings.setdefault(key, _value_at(plain, key))
     settings |= {key: getattr(value, "value", value) for key, value in found.values.items()}
     return recipe_text(comment, composed.config.recipe or BASE, choices, settings)
+
+
+def write_plan_recipe(
+    path: Path, composed: ComposedConfig, found: FoundPlan, result: Search, config_dir: Path | None
+) -> None:
+    """Write a found plan as a recipe; see `plan_recipe`.
+
+    Raises:
+        TrainctlError: Like `check_recipe_file`, or the configuration says no length.
+    """
+    check_recipe_file(path, config_dir)
+    if not result.has_length and composed.config.training.epochs is None:
+        raise TrainctlError(
+            "a recipe says how long it trains, and nothing does",
+            hint="training.tokens=1T, or training.steps=1000",
+        )
+    comment = [f"{found.plan.config.model.name} on {found.plan.hardware.name}, by trainctl plan."]
+    if result.rates_are_known:
+        rate = found.tokens_per_second_per_device
+        step = seconds_text(found.time.seconds)
+        comment.append(f"Predicted: {step} a step, {rate:,.0f} tokens/s a device.")
+    text = plan_recipe(composed, found, comment)
+    path.write_text(f"{link_recipe(path, config_dir)}{text}\n", encoding="utf-8")
+
+
+def launch_command(path: Path, config_dir: Path | None) -> str:
+    """Return the command that launches a recipe of the user's, which may lie in any folder."""
+    folder = path.absolute().parent
+    if folder == Path.cwd() / "recipes":
+        return f"trainctl launch recipe={quote(path.stem)}"
+    if config_dir is not None or any((folder / name).is_dir() for name in ("conf", "recipes")):
+        return f"trainctl launch recipe={quote(path.stem)} (from a folder of recipes/)"
+    return f"trainctl launch --config-dir {quote(str(path.parent))} recipe={quote(path.stem)}"
 
 
 def import_recipe(imported: ImportResult, file: Path) -> str:

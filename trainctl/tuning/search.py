@@ -22,6 +22,7 @@ from trainctl.memory.traced import traced_model
 from trainctl.plans.flops import flops_of_run, utilisation
 from trainctl.plans.types import RunPlan
 from trainctl.tuning.assess import Assessment, assess
+from trainctl.tuning.compute import device_rates
 from trainctl.tuning.space import RESOLUTION, Candidate, Space
 from trainctl.tuning.speed import StepTime, Values, overrides
 
@@ -121,6 +122,12 @@ class Search:
 
     found: tuple[FoundPlan, ...]
     """Best plan of each layout, the fastest first; among equally fast plans, the simplest."""
+    hardware: Hardware
+    """Machines that the plans are for."""
+    rates_are_known: bool
+    """Whether the hardware's speed is known; else an A100's is used, and only the order counts."""
+    has_length: bool
+    """Whether the configuration sets the length of the training."""
     timed: int
     """Number of timed variants."""
     budgeted: int
@@ -129,6 +136,58 @@ class Search:
     """Variants that were timed."""
     findings: tuple[Finding, ...] = ()
     """Problems of the fastest variant, if nothing was found."""
+
+    def to_json(self, price: float | None = None) -> dict[str, Any]:
+        """Return the form of `trainctl plan --json`; `price` is per device and hour."""
+        return {
+            "schema": 1,
+            "hardware": self.hardware.name,
+            "rates_are_known": self.rates_are_known,
+            "variants": self.timed,
+            "plans": [self.plan_to_json(found, price) for found in self.found],
+        }
+
+    def plan_to_json(self, found: FoundPlan, price: float | None = None) -> dict[str, Any]:
+        """Return one of the plans; fields that depend on unknown rates are null."""
+        mesh, batch, memory = found.plan.mesh, found.plan.batch, found.budget
+        speed: dict[str, Any] = {
+            "seconds_per_step": found.time.seconds,
+            "seconds_by_part": dict(found.time.parts),
+            "tokens_per_second_per_device": found.tokens_per_second_per_device,
+            "model_flops_utilisation": found.utilisation,
+            "seconds_to_train": found.seconds_to_train if self.has_length else None,
+            "cost_per_billion_tokens": None
+            if price is None
+            else found.cost_per_billion_tokens(price),
+        }
+        if not self.rates_are_known:
+            speed = dict.fromkeys(speed)
+        return {
+            "overrides": list(found.overrides),
+            "mesh": {
+                axis: getattr(mesh, axis) for axis in ("data", "tensor", "pipeline", "sequence")
+            },
+            "zero_stage": found.plan.config.zero_stage.stage,
+            "global_batch_size": batch.global_batch_size,
+            "micro_batch_size": batch.micro_batch_size,
+            "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+            **speed,
+            "relative_time": self.found[0].tokens_per_second / found.tokens_per_second,
+            "device_peak_bytes": memory.device_peak_bytes,
+            "device_peak_high_bytes": memory.device_peak_high_bytes,
+            "host_bytes_per_node": memory.host.bytes_per_node,
+            "next_faster": self._next_faster(found.rejected),
+            "findings": [finding.to_json() for finding in found.findings],
+        }
+
+    def _next_faster(self, rejected: RejectedVariant | None) -> dict[str, Any] | None:
+        if rejected is None:
+            return None
+        return {
+            "overrides": list(overrides(rejected.values)),
+            "time_saved_per_token": rejected.saved if self.rates_are_known else None,
+            "reason": rejected.reason,
+        }
 
 
 @dataclass
@@ -174,6 +233,9 @@ def search(
     found = [state.found[layout] for layout in best]
     return Search(
         found=tuple(found),
+        hardware=hardware,
+        rates_are_known=device_rates(hardware, config.precision).is_known,
+        has_length=config.training.steps is not None or config.training.tokens is not None,
         timed=len(candidates),
         budgeted=state.budgeted,
         candidates=tuple(candidates),

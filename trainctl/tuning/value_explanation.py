@@ -138,6 +138,18 @@ def explain(key: str, composed: ComposedConfig, plan: RunPlan | None) -> Explana
     )
 
 
+def explain_known(key: str, composed: ComposedConfig, plan: RunPlan | None) -> Explanation:
+    """Return the explanation of a value, as `explain`.
+
+    Raises:
+        TrainctlError: There is no such key or quantity; the error names the nearest.
+    """
+    answer = explain(key, composed, plan)
+    if answer is None:
+        raise unknown_key_error(key, composed, plan)
+    return answer
+
+
 def _config_value(config: RunConfig, key: str) -> Any:
     node: Any = config
     for name in key.split("."):

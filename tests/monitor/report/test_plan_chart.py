@@ -42,8 +42,8 @@ def test_all_variants_are_drawn_and_the_listed_ones_are_numbered(
         drawn.append(chart(result, *rest, **options))
         return drawn[-1]
 
-    chart = figure._plan_figure
-    monkeypatch.setattr(figure, "_plan_figure", keep)
+    chart = figure.plan_figure
+    monkeypatch.setattr(figure, "plan_figure", keep)
     monkeypatch.setattr(figure, "HIGHEST", 1e9)
     assert run(["plan", *WORDS, "--plot", str(tmp_path / "plan.svg")]) == 0
     (result,), (axes,) = asked, drawn[0].axes

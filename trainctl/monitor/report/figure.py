@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from cycler import cycler
 from matplotlib import colormaps, rc_context
@@ -14,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.hardware import Hardware
 from trainctl.memory.budget import MemoryBudget, device_budget
 from trainctl.memory.constants import GIB
 from trainctl.memory.rank import NAMES, Components
@@ -85,10 +85,20 @@ def check_target(path: Path) -> None:
         )
 
 
+_drawing = Lock()
+"""Held while the style is set: matplotlib's settings are the process's."""
+
+
 def save_chart(draw: Callable[[], Figure], path: Path, *, title: str) -> None:
     """Draw in the style that all charts share, and write the figure; see `save_figure`."""
-    with rc_context(_STYLE):
+    with _drawing, rc_context(_STYLE):
         save_figure(draw(), path, title=title)
+
+
+def chart_element(draw: Callable[[], Figure]) -> str:
+    """Draw in the style that all charts share, and return the figure as an svg element."""
+    with _drawing, rc_context(_STYLE):
+        return _element(_svg(draw()))
 
 
 def save_figure(figure: Figure, path: Path, *, title: str) -> None:
@@ -159,10 +169,11 @@ def save_memory_chart(budgets: Mapping[str, MemoryBudget], path: Path) -> None:
             f"{len(budgets)} configurations are too many for one chart",
             hint=f"at most {MOST_CONFIGURATIONS}",
         )
-    save_chart(lambda: _memory_figure(budgets), path, title=f"Memory: {', '.join(budgets)}")
+    save_chart(lambda: memory_figure(budgets), path, title=f"Memory: {', '.join(budgets)}")
 
 
-def _memory_figure(budgets: Mapping[str, MemoryBudget]) -> Figure:
+def memory_figure(budgets: Mapping[str, MemoryBudget]) -> Figure:
+    """Draw a panel for each budget, by its title: a bar per phase."""
     parts = _parts([budget.worst_stage.moments for budget in budgets.values()])
     palette = colormaps["tab20"]
     colours = {name: palette(index) for index, name in enumerate(NAMES)}
@@ -263,27 +274,27 @@ def frontier(variants: Sequence[Variant]) -> list[Variant]:
     return best
 
 
-def save_plan_chart(result: Search, hardware: Hardware, path: Path, *, is_absolute: bool) -> None:
+def save_plan_chart(result: Search, path: Path) -> None:
     """Write the chart of a search that found something.
 
     Args:
-        hardware: Hardware that the plans are for.
         path: File to write; its suffix is the format, as in `save_figure`.
-        is_absolute: Whether the hardware's speed is known; else times are multiples of the fastest.
 
     Raises:
         TrainctlError: Like `save_figure`.
     """
-    first = result.found[0].plan
-    title = f"{first.config.model.name} on {hardware.name}"
-    save_chart(
-        lambda: _plan_figure(result, hardware, title, is_absolute=is_absolute),
-        path,
-        title=f"Plans of {title}",
-    )
+    name = result.found[0].plan.config.model.name
+    title = f"Plans of {name} on {result.hardware.name}"
+    save_chart(lambda: plan_figure(result), path, title=title)
 
 
-def _plan_figure(result: Search, hardware: Hardware, title: str, *, is_absolute: bool) -> Figure:
+def plan_figure(result: Search) -> Figure:
+    """Draw step time over memory of the variants of a search that found something.
+
+    If the hardware's speed is not known, times are multiples of the fastest.
+    """
+    hardware, is_absolute = result.hardware, result.rates_are_known
+    title = f"{result.found[0].plan.config.model.name} on {hardware.name}"
     tokens = result.found[0].plan.batch.tokens_per_step
     every = variants_of(result.candidates, tokens)
     unit = 1.0 if is_absolute else min(each.seconds for each in every)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainctl.cli.plan_view import BAR_WIDTH, budget_lines
+from trainctl.monitor.plan_text import BAR_WIDTH, budget_lines
 
 GOLDEN = Path(__file__).parent / "golden"
 GIB = 2**30

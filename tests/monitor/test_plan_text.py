@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from whole_recipes import WHOLE
 
-from trainctl.cli.plan_view import brief_lines, plan_lines
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
+from trainctl.monitor.plan_text import brief_lines, plan_lines
 from trainctl.tuning.assess import assess
 
 SCREEN, COLUMNS = 24, 80

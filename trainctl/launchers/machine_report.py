@@ -1,0 +1,79 @@
+"""What this machine has of what configurations need: one in detail, all recipes at a glance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.catalog import list_recipes
+from trainctl.config.compose import ComposedConfig
+from trainctl.engines.patch_checks import check_definitions, list_uses
+from trainctl.errors import Finding, TrainctlError
+from trainctl.hardware import Hardware, resolve_hardware
+from trainctl.hardware.health import CheckResult, examine_machine
+from trainctl.launchers.planning import can_launch, compose_config, name_sources, plan_config
+from trainctl.runs.directory import DEFAULT_ROOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineReport:
+    """What this machine has of what a configuration needs."""
+
+    hardware: Hardware
+    checks: tuple[CheckResult, ...]
+    uses: tuple[dict[str, Any], ...]
+    """What a run changes in other packages, or uses of their undocumented internals."""
+    notes: tuple[Finding, ...]
+    """Warnings of the composition."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Findings of all checks; an error means that the configuration cannot run here."""
+        return tuple(finding for check in self.checks for finding in check.findings)
+
+
+def examine(composed: ComposedConfig) -> MachineReport:
+    """Check this machine for a configuration: packages, compilers, limits, devices."""
+    hardware = resolve_hardware(composed.config.hardware)
+    checks = (
+        *examine_machine(composed.config, hardware),
+        *check_definitions(composed.config),
+    )
+    return MachineReport(
+        hardware=hardware,
+        checks=tuple(
+            replace(check, findings=tuple(name_sources(composed, check.findings)))
+            for check in checks
+        ),
+        uses=tuple(list_uses(composed.config)),
+        notes=composed.findings,
+    )
+
+
+def recipe_verdicts(config_dir: Path | None) -> list[dict[str, Any]]:
+    """Return each recipe with its hardware and whether this machine can launch it.
+
+    Data and weights, which the user must name, are not checked.
+    """
+    return [
+        {
+            "name": info.name,
+            "what": info.summary,
+            "description": info.description,
+            "hardware": info.hardware,
+            "path": str(info.path),
+            **_recipe_verdict(info.name, config_dir),
+        }
+        for info in list_recipes(config_dir)
+    ]
+
+
+def _recipe_verdict(name: str, config_dir: Path | None) -> dict[str, Any]:
+    try:
+        fits, reason = can_launch(
+            plan_config(compose_config([f"recipe={name}"], config_dir)), DEFAULT_ROOT
+        )
+    except TrainctlError as error:
+        fits, reason = False, error.findings[0].message if error.findings else error.message
+    return {"fits_here": fits, "reason": reason}

@@ -1,0 +1,68 @@
+"""Search for the fastest plans of a composed configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainctl.config.catalog import option_names, recipe_names, search_folders
+from trainctl.config.compose import ComposedConfig
+from trainctl.config.overrides import ALIASES
+from trainctl.config.suggest import did_you_mean, nearest_names
+from trainctl.errors import TrainctlError
+from trainctl.hardware import resolve_hardware
+from trainctl.launchers.planning import compose_config, compose_target, name_sources, read_factory
+from trainctl.tuning.search import Search, search
+
+ASSUMED_BATCH = "training.global_batch_tokens=4M"
+"""Batch of a search for a model alone: what models of some billion parameters are trained with."""
+
+
+def compose_search(
+    target: str | None, overrides: Sequence[str], config_dir: Path | None
+) -> ComposedConfig:
+    """Compose the training to search plans for.
+
+    Args:
+        target: A recipe or a run as of `compose_target`, or a model. A model trains on
+            `ASSUMED_BATCH` unless an override sets the batch: no search could choose it.
+
+    Raises:
+        TrainctlError: The configuration is wrong, or there is no recipe or model of that name.
+    """
+    folders = search_folders(config_dir)
+    if target is None or "/" in target or target in recipe_names(folders):
+        return compose_target(target, overrides, config_dir)
+    models = option_names(folders, "model")
+    if target not in models:
+        near = nearest_names(target, [*models, *recipe_names(folders)])
+        raise TrainctlError(
+            f"there is no recipe and no model {target!r}",
+            hint=f"{did_you_mean(near)} models: {', '.join(models)}".strip(),
+        )
+    chosen = [f"model={target}", *overrides]
+    if not any(text.startswith("training.global_batch_") for text in overrides):
+        chosen.append(ASSUMED_BATCH)
+    return compose_config(chosen, config_dir)
+
+
+def search_plans(composed: ComposedConfig, *, top: int) -> tuple[ComposedConfig, Search]:
+    """Search the fastest plans of a composed configuration; what it sets stays as it is.
+
+    Returns:
+        The configuration with the sizes of the real model, and what was found: at least one plan.
+
+    Raises:
+        TrainctlError: The configuration is not legal (exit code 2), or nothing fits (3).
+    """
+    composed, unread = read_factory(composed)
+    if unread:
+        raise TrainctlError.from_findings(name_sources(composed, unread))
+    hardware = resolve_hardware(composed.config.hardware)
+    names = {override.partition("=")[0] for override in composed.overrides}
+    fixed = frozenset(ALIASES.get(name, name) for name in names)
+    result = search(composed.config, hardware, fixed=fixed, top=top)
+    if not result.found:
+        found = name_sources(composed, result.findings)
+        raise TrainctlError.from_findings([*composed.findings, *found])
+    return composed, result
