@@ -286,7 +286,7 @@ class ChangedKey:
 
 
 class Changes(tuple[ChangedKey, ...]):
-    """What one plan changes of another; made by `Plan.diff`."""
+    """Changes from one plan to another; made by `Plan.diff`."""
 
     peak_before: int
     """Peak memory of a device in the other plan, in bytes."""
@@ -462,7 +462,7 @@ class SearchResult(Sequence["RankedPlan"]):
     def __init__(self, composed: ComposedConfig, details: Search, config_dir: Place | None) -> None:
         """Made by `search`."""
         self.details = details
-        """What the commands use. Not part of the public API."""
+        """Result as the commands use it. Not part of the public API."""
         self._composed = composed
         self._config_dir = config_dir
 
@@ -532,7 +532,7 @@ class RankedPlan:
 
     _result: SearchResult
     details: FoundPlan
-    """What the commands use. Not part of the public API."""
+    """Result as the commands use it. Not part of the public API."""
 
     @property
     def overrides(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What this machine has of what configurations need: one in detail, all recipes at a glance."""
+"""Reports on this machine: whether it can run one configuration, and which recipes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainctl.runs.directory import DEFAULT_ROOT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReport:
-    """What this machine has of what a configuration needs."""
+    """Checks of this machine for one configuration."""
 
     hardware: Hardware
     checks: tuple[CheckResult, ...]
     uses: tuple[dict[str, Any], ...]
-    """What a run changes in other packages, or uses of their undocumented internals."""
+    """Changes that a run makes in other packages, and undocumented internals that it uses."""
     notes: tuple[Finding, ...]
     """Warnings of the composition."""
 
