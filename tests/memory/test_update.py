@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from memory_plans import GPT2, LLAMA_3_8B, make_plan
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
@@ -18,6 +19,8 @@ from trainctl.config.schema import (
     ModelConfig,
     OffloadDevice,
 )
+from trainctl.engines.process import Axis
+from trainctl.engines.shards import Shard
 from trainctl.memory.engine import Group, read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.stages import pipeline_stages
@@ -41,16 +44,22 @@ def peak_of(step: Callable[[], Any]) -> int:
     return most
 
 
-def one_update(kind: str, compute: DataType, count: int) -> tuple[int, int]:
-    """Bytes of an update of `count` square matrices that lie in one tensor, counted and planned."""
+def one_update(kind: str, compute: DataType, count: int, ranks: int = 1) -> tuple[int, int]:
+    """Bytes of an update of `count` square matrices that lie in one tensor, counted and planned.
+
+    Args:
+        ranks: Tensor ranks, of which the first holds the tensor: columns of the matrices.
+    """
     plan = make_plan(
-        devices=1,
+        devices=ranks,
         accelerator=Accelerator.cpu,
         zero_stage__stage=1,
         optimizer__kind=kind,
         precision__compute=compute,
+        tensor=ranks,
     )
-    size = SHAPE.numel()
+    shard, part = Shard.split(SHAPE, dim=1, index=0, count=ranks)
+    size = part.numel()
     tensor = torch.nn.Parameter(torch.randn(count * size))
     group = {"params": [tensor], "uses_muon": kind == "muon", "lr": 1e-3}
     optimizer = own_optimizer(plan, [group])
@@ -58,15 +67,26 @@ def one_update(kind: str, compute: DataType, count: int) -> tuple[int, int]:
     if hasattr(optimizer, "bind"):
         parts = [
             ParameterPart(
-                name=f"{index}", shape=SHAPE, ranges=((0, size),), index=0, offset=index * size
+                name=f"{index}",
+                shape=SHAPE,
+                ranges=((0, size),),
+                index=0,
+                offset=index * size,
+                shard=shard if ranks > 1 else None,
             )
             for index in range(count)
         ]
-        optimizer.bind({tensor: parts}, None)
+        axis = Axis(0, tuple(range(ranks)), None) if ranks > 1 else None  # type: ignore[arg-type]
+        optimizer.bind({tensor: parts}, None, axis, axis)
     tensor.grad = torch.randn(count * size)
     optimizer.step()  # makes the states
     planned = read_engine(plan).update_bytes(
-        Group(elements=count * size, largest=size, uses_muon=kind == "muon")
+        Group(
+            elements=count * size,
+            largest=size,
+            largest_whole=SHAPE.numel(),
+            uses_muon=kind == "muon",
+        )
     )
     return peak_of(optimizer.step), planned
 
@@ -94,10 +114,23 @@ def test_an_update_takes_what_the_allocator_gives_out(
         assert planned == pytest.approx(counted, rel=0.05 if compute is DataType.bf16 else 0.01)
 
 
+@pytest.mark.parametrize("kind", ["lamb", "adafactor", "muon"])
+def test_an_update_of_shards_takes_what_the_allocator_gives_out(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank's shards are copies of this one's; collectives themselves take nothing."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(
+        dist, "all_to_all_single", lambda received, sent, *_, **__: received.copy_(sent)
+    )
+    counted, planned = one_update(kind, DataType.fp32, 4, ranks=2)
+    assert planned == pytest.approx(counted, rel=0.02)
+
+
 def transient(**settings: Any) -> int:
     """Bytes of the step's copies on the one stage of Llama-3 8B."""
     plan = make_plan(LLAMA_3_8B, **settings)
-    (stage,) = pipeline_stages(plan.config.model)
+    (stage,) = pipeline_stages(plan.config.model, tensor=plan.mesh.tensor)
     return phases(plan, read_engine(plan), stage, 0)["step"].step_transient
 
 
@@ -117,6 +150,13 @@ def test_without_zero_a_rule_of_our_own_goes_tensor_by_tensor() -> None:
     head = 4096 * 128_256
     assert transient(optimizer__kind="lamb", **common) == 12 * head
     assert transient(optimizer__kind="adafactor", **common) == 24 * head
+
+
+def test_muon_has_room_for_a_whole_matrix_on_a_tensor_rank() -> None:
+    settings = {"optimizer__kind": "muon", "precision__compute": DataType.fp32}
+    matrix = 4096 * 14_336
+    found = transient(devices=8, tensor=8, zero_stage__stage=0, **settings)
+    assert found == 4 * matrix // 8 + 6 * 4 * matrix  # directions, and six copies
 
 
 def groups_of_stages(plan: Any) -> list[int]:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from throughput_rows import Row, hardware_of, plan_of, rows
 
-from trainctl.tuning.compute import device_rates
+from trainctl.config.schema import RunConfig
+from trainctl.tuning.compute import COLLECTIVE_LATENCY, LINK_SHARE, device_rates
 from trainctl.tuning.speed import StepTime, step_time
 
 OTHERS = [row for row in rows() if not row.is_for_fit]
@@ -154,6 +155,27 @@ def test_each_stage_communicates_what_it_has_to() -> None:
     assert first.gather == second.gather == 0 < third.gather
     hidden = time_of(nodes=2, zero_stage__stage=2, zero_stage__overlap_comm=True)
     assert hidden.reduce < second.reduce
+
+
+def test_tensor_ranks_exchange_what_an_update_of_whole_matrices_needs() -> None:
+    def update(kind: str, **changes: Any) -> float:
+        return time_of(optimizer__kind=kind, **changes).optimizer
+
+    halves = {"parallelism__tensor": 2}
+    for kind in ("muon", "lamb", "adafactor"):
+        assert (update(kind) == update("adamw")) == (kind != "muon")
+        for stage in range(4):
+            changes = {**halves, "zero_stage__stage": stage}
+            assert update(kind, **changes) > update("adamw", **changes), (kind, stage)
+    whole = {**halves, "zero_stage__stage": 0}
+    found = update("muon", **whole) - update("adamw", **whole)
+    # A rank sends half of its shards of 6.5 billion weights, there and back, in bf16: two matrices
+    # in each of 112 rounds. It orthogonalises half of them.
+    matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    sent = 2 * 2 * matrices / 2 / 2 / (450e9 * LINK_SHARE) + 2 * 112 * COLLECTIVE_LATENCY
+    products = 32 * 5 * 2 * 4096**2 * (4 * 3 * 4096 + 3 * (2 * 11008 + 4096)) / 2
+    rates = device_rates(hardware_of("h100-80g", 1, 8), RunConfig().precision)
+    assert found == pytest.approx(sent + products / rates.wide_products)
 
 
 def test_a_single_device_does_not_communicate() -> None:

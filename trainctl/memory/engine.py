@@ -38,6 +38,8 @@ class Group:
     """
     largest: int
     """Elements of the largest tensor."""
+    largest_whole: int = 0
+    """Elements of the largest tensor on all its tensor ranks together; 0 if none is split."""
     uses_muon: bool = False
     """Whether Muon updates the group."""
 
@@ -52,6 +54,10 @@ def stage_groups(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
         found[key, piece.spread] = Group(
             elements=before.elements + count * numel,
             largest=max(before.largest, piece.numel),
+            largest_whole=max(
+                before.largest_whole,
+                piece.numel * piece.tensor_ranks if piece.tensor_ranks > 1 else 0,
+            ),
             uses_muon=key.uses_muon,
         )
     return tuple(found.values())
@@ -218,7 +224,8 @@ class EngineMemory:
         at_once = self.sub_group(group)
         if self.stage == 0 and update.by_tensor:
             at_once = group.largest
-        return update.bytes(at_once, group.largest)
+        whole = max(group.largest, group.largest_whole) if update.whole_tensors else group.largest
+        return update.bytes(at_once, whole)
 
     def device_share_of_offload(self, groups: tuple[Group, ...]) -> float:
         """Return the fraction of an offloaded optimizer that stays on the device. It is whole
@@ -272,6 +279,8 @@ def update_copies(plan: LayoutPlan, *, uses_muon: bool) -> Update:
         if uses_muon and spec.matrix_update is not None:
             half = compute_bytes(plan) // 2
             ((at_once, matrix),) = spec.matrix_update.moments
+            if plan.mesh.tensor > 1:
+                matrix += 2  # the matrix as it was gathered
             return replace(spec.matrix_update, moments=((at_once, matrix * half),))
         is_ours = optimizer_maker(config, plan.hardware) is Maker.trainctl
         if is_ours and spec.update is not None:

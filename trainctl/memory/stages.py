@@ -32,6 +32,8 @@ class Piece:
     """Canonical name, relative to the block if the piece is in several blocks; empty if unknown."""
     is_expert: bool = False
     """Whether the tensor is part of an expert, which `parallelism.expert` divides."""
+    tensor_ranks: int = 1
+    """Number of tensor ranks that divide the whole tensor."""
     spread: int = 1
     """Number of expert ranks that divide the whole tensor, besides the tensor ranks. ZeRO
     partitions this rank's part over that many times fewer ranks.
@@ -251,6 +253,7 @@ def _piece_of_parameter(parameter: Parameter, tensor: int, expert: int) -> Piece
         in_block=parameter.block is not None,
         embedding=parameter.role is Role.embedding,
         factors=sum(parameter.shape),
+        tensor_ranks=tensor if parameter.shares else 1,
         name=parameter.name,
         is_expert=parameter.role is Role.expert,
         spread=spread,
@@ -302,6 +305,7 @@ def _pieces_on_tensor_rank(
                 in_block=count is not None,
                 embedding=embedding or item.embedding,
                 factors=sum(item.shape),
+                tensor_ranks=tensor if item.sharded else 1,
                 name=item.name,
             )
 

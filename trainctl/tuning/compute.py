@@ -225,6 +225,29 @@ def stage_parameters(
     return (blocks * weights + ends) / tensor
 
 
+def block_matrices(model: ModelConfig) -> tuple[float, float, float]:
+    """Return averages over the blocks: the number of matrices, their rows and columns, and the
+    FLOPs that orthogonalise them.
+
+    Each of the steps of Newton-Schulz is three products: of an m x n matrix (m <= n) with its
+    transpose, of the result with itself, and of that with the matrix (train/optimizers/muon.py).
+    """
+    read = shapes.anatomy(model)
+    if read is None:
+        inside = [tensor.shape for tensor in shapes.block_tensors(model) if tensor.is_matrix]
+        blocks = 1
+    else:
+        inside = [p.shape for p in read.parameters if p.block is not None and len(p.shape) > 1]
+        blocks = len(read.blocks)
+    sorted_sides = [sorted(shape) for shape in inside if len(shape) == 2]  # no stacked experts
+    products = sum(2 * m * m * (2 * n + m) for m, n in sorted_sides)
+    return (
+        len(inside) / blocks,
+        sum(map(sum, inside)) / blocks,
+        ORTHOGONALIZATION_STEPS * products / blocks,
+    )
+
+
 def _is_fused(config: RunConfig) -> bool:
     """Return True if the operations between matrix products are fused into few kernels."""
     return config.kernels.liger or config.kernels.compile is not CompileKind.none
@@ -336,6 +359,9 @@ OVERLAP = 0.80
 """Fraction of a collective that overlaps with computation, if there is enough computation."""
 COLLECTIVE_LATENCY = 20e-6
 """Minimum seconds of a collective for each doubling of its ranks."""
+
+ORTHOGONALIZATION_STEPS = 5
+"""Newton-Schulz steps of an update by Muon."""
 
 BACKWARD_TO_FORWARD = 2.0
 """Backward over forward matrix products: the input's and the weight's gradient."""

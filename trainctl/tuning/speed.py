@@ -20,6 +20,7 @@ from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputing_section
+from trainctl.options.optimizer import spec_of
 from trainctl.options.precision import precision_of
 from trainctl.plans import shapes
 from trainctl.plans.derive import blocks_of_stages, derive_batch, derive_mesh
@@ -39,6 +40,7 @@ from trainctl.tuning.compute import (
     OPTIMIZER_BYTES,
     OVERLAP,
     Rates,
+    block_matrices,
     block_time,
     device_rates,
     head_time,
@@ -64,8 +66,8 @@ class Links:
     Rank order is tensor fastest, then sequence, data and pipeline (`Mesh`), and machines are filled
     in this order. A ring over several machines enters and leaves each one through the network cards
     of all its members there, so the members on a machine share the traffic. ZeRO partitions over
-    the group `zero`, the data and sequence ranks. The group `pipeline` is a chain of neighbouring
-    stages.
+    the group `zero`, the data and sequence ranks. The group `stage` is all ranks of a pipeline
+    stage, and `pipeline` a chain of neighbouring stages.
     """
 
     def __init__(self, hardware: Hardware, mesh: Mesh) -> None:
@@ -82,6 +84,7 @@ class Links:
         self.tensor = self._group(mesh.tensor, 1)
         self.sequence = self._group(mesh.sequence, mesh.tensor)
         self.zero = self._group(mesh.data * mesh.sequence, mesh.tensor)
+        self.stage = self._group(inner * mesh.data, 1)
         self.pipeline = self._group(mesh.pipeline, inner * mesh.data)
 
     def near(self, ranks: int) -> RankGroup:
@@ -212,6 +215,8 @@ def step_time(plan: LayoutPlan) -> StepTime:
             offload=_offloaded_activations(plan, links, wrapped, activation),
         )
         every = _once_per_step_seconds(plan, links, parameters, speed, one.seconds * micro_batches)
+        whole = _whole_matrix_seconds(plan, links, blocks, speed)
+        every = replace(every, optimizer=every.optimizer + whole)
         total = one.seconds * (micro_batches + stages - 1) + every.seconds
         if total > slowest:
             slowest = total
@@ -302,6 +307,34 @@ def _once_per_step_seconds(
         passes = 2 * micro_batches + 1
         moved += size_there * passes / (NVME_GB_PER_SECOND * GIGA)
     return StepTime(reduce=reduce, optimizer=optimizer, offload=moved)
+
+
+def _whole_matrix_seconds(plan: LayoutPlan, links: Links, blocks: int, speed: Rates) -> float:
+    """Return the seconds that an update of whole matrices takes beyond an elementwise one
+    (train/optimizers); the embedding, the head and exchanges of replicas are neglected.
+
+    Muon orthogonalises each matrix on one of the ranks that share it. Tensor ranks send it there
+    and back within their group, unless ZeRO 3 cuts every matrix. Others sum over the ranks that
+    share a matrix: matrix by matrix, with ZeRO once for a group of parameters.
+    """
+    config, stage, tensor = plan.config, plan.config.zero_stage.stage, plan.mesh.tensor
+    spec = spec_of(config.optimizer)
+    if not config.trains_itself or not (spec.has_matrix_rule or spec.all_reduces):
+        return 0.0
+    count, lines, products = (blocks * each for each in block_matrices(config.model))
+    if not spec.has_matrix_rule:
+        calls = spec.all_reduces * (1 if stage else count)
+        summed = FP32 * (lines if spec.has_factored_states else 4 * count) / calls
+        group = links.stage if stage else links.tensor
+        return calls * links.all_reduce(summed, group) if tensor > 1 else 0.0
+    sharers = tensor * (links.zero.ranks if stage else 1)
+    seconds = products / sharers / speed.wide_products
+    if tensor > 1:
+        own = stage_parameters(config.model, blocks, 1, False, False) / sharers
+        sent, rounds = BYTES[precision_of(config.precision).format] * own, max(1.0, count / sharers)
+        group = links.stage if stage == 3 else links.tensor
+        seconds += 2 * rounds * links.all_to_all(sent / rounds, group)
+    return seconds
 
 
 def _reduced_bytes(plan: LayoutPlan, parameters: float) -> float:

@@ -170,6 +170,8 @@ class Optimizer(Spec):
     """Temporary memory of the matrices' update, if the compute format has two bytes; the bytes per
     element of the largest matrix scale with the format.
     """
+    all_reduces: int = 0
+    """All-reduces in the update of a tensor that several ranks share."""
     width_rule: WidthRule | None = None
     """Column of muP's table; None if no column is known to hold."""
     decays_gradient: bool = False

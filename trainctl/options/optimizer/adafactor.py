@@ -37,5 +37,6 @@ SPEC = Optimizer(
     },
     # The step, a parameter's second moment, and two fp64 copies of its step for the norm.
     update=Update(moments=((4, 20),), by_tensor=True),
+    all_reduces=3,  # of the weights' squares, the rows and columns, the step's squares
     deepspeed=OptimizerForm(type="Adafactor", parameters=parameters(1e-2)),
 )

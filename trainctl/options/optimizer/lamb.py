@@ -29,5 +29,6 @@ SPEC = Optimizer(
     },
     # The step, made from the corrected first moment; norms are taken of fp64 copies.
     update=Update(moments=((8, 0), (4, 8)), by_tensor=True),
+    all_reduces=1,
     deepspeed=OptimizerForm(type="Lamb", parameters=ADAM),
 )
