@@ -6,13 +6,16 @@ imported in the function that needs it: `import trainctl.api` loads no other roo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
@@ -22,9 +25,13 @@ if TYPE_CHECKING:
     from trainctl.config.compose import ComposedConfig
     from trainctl.hardware import Hardware
     from trainctl.launchers.machine_report import MachineReport
+    from trainctl.launchers.offline import WeightsChoice
     from trainctl.launchers.planning import PlannedConfig
+    from trainctl.launchers.start import Observer
     from trainctl.memory.budget import MemoryBudget
     from trainctl.rules.registry import CheckedFile
+    from trainctl.runs.listing import RunStatus
+    from trainctl.runs.records import EventFollower
     from trainctl.tuning.search import FoundPlan, Search
     from trainctl.tuning.suggest import Suggestion
     from trainctl.tuning.value_explanation import Explanation
@@ -36,10 +43,12 @@ __all__ = [
     "Run",
     "SearchResult",
     "TrainctlError",
+    "add_tokens",
     "launch",
     "list_runs",
     "load",
     "plan",
+    "report",
     "resume",
     "search",
 ]
@@ -652,65 +661,630 @@ def list_recipes(config_dir: Place | None = None) -> list[dict[str, Any]]:
 
 # Runs
 
-
-EventCallback = Callable[[Mapping[str, Any]], None]
+Event = dict[str, Any]
+Progress = Callable[[Event], None]
 """Called with each record of a run: a step, an evaluation, a save, a failure (docs/records.md)."""
+
+WorkProgress = Callable[[str, int, int], None]
+"""Called with the name of a piece of work, the units of it that are done, and their total."""
+
+_POLL_SECONDS = 0.2
+
+_LEAST_BUCKETS = 64
 
 
 def launch(
-    plan: Plan | str,
-    *overrides: str,
+    *overrides: Plan | str,
     run_dir: Place | None = None,
-    wait: bool = True,
+    resume: bool = False,
     force: bool = False,
-    on_event: EventCallback | None = None,
+    wait: bool = True,
+    progress: Progress | Observer | None = None,
+    config_dir: Place | None = None,
+    script_arguments: list[str] | None = None,
+    argv: Sequence[str] | None = None,
 ) -> Run:
-    """Start a plan under supervision; ranks are processes of their own, in a notebook too.
+    """Check a configuration against the machines, and train it in processes of their own.
+
+    In the main thread the launch is supervised here: Ctrl-C has the run save and end, and the end
+    of this process ends it. In another thread, or without `wait`, a launcher in the background
+    supervises it. With `launcher=slurm` or `kubernetes` the call returns once the scheduler has the
+    run.
 
     Args:
-        plan: A plan, or a recipe or first override, then planned with `overrides` and files.
+        overrides: A plan, or what `plan` takes. Either is checked once more, with its files.
         run_dir: Directory of the run; None makes one under `runs/`.
-        wait: Return when the run has ended; otherwise at once, and a launcher in the background
-            supervises.
+        resume: Resume the run in `run_dir`, with this configuration, if there is one.
         force: Start although the budget does not fit.
-        on_event: Called with each record while this function waits.
+        wait: Return when the run has ended. Otherwise return at once; the run outlives this
+            process.
+        progress: Called with each record of the run (docs/records.md), while this call waits.
+        config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
+        script_arguments: Arguments of `script=...`, in place of configured ones.
+        argv: Command line for the run's own record; None records the overrides.
+
+    Returns:
+        The run, which has ended well, has saved and stopped on request, or goes on.
 
     Raises:
-        TrainctlError: The plan is refused, or the machines are not what it needs. A run that fails
-            later does not raise: see `Run.status`.
+        TrainctlError: The plan is refused or the machines are not what it needs, and no run was
+            made; `findings` has every problem. As `RunFailed`: the run failed; `log_tail` has the
+            end of the log that tells why.
+        KeyboardInterrupt: Ctrl-C; the run has saved, if it had made a step, and ended.
     """
-    raise NotImplementedError
+    from trainctl.config.user_code import with_script_arguments
+    from trainctl.launchers import start
+
+    began = time.time()
+    composed = with_script_arguments(_composed(overrides, config_dir), script_arguments)
+    paths = start.start_run(
+        composed,
+        run_dir=_folder(run_dir),
+        resume=resume,
+        argv=["trainctl.launch", *composed.overrides] if argv is None else argv,
+        force=force,
+        wait=wait,
+        began=began,
+        observer=progress if isinstance(progress, start.Observer) else start.Observer(progress),
+    )
+    return Run(paths.root)
+
+
+def _composed(overrides: Sequence[Plan | str], config_dir: Place | None) -> ComposedConfig:
+    """Return the configuration of a plan, or compose what `plan` takes."""
+    from trainctl.config.overrides import split_target
+    from trainctl.launchers import planning
+
+    first, *rest = overrides or ("",)
+    if isinstance(first, Plan):
+        if rest or config_dir is not None:
+            raise TrainctlError(
+                "a plan has its overrides and folder already",
+                hint="launch(plan.with_(...)) changes them",
+            )
+        return first.details.composed
+    target, words = split_target([str(word) for word in overrides])
+    return planning.compose_target(target, words, _folder(config_dir))
 
 
 def resume(
     run: Run | Place,
     *overrides: str,
     step: int | None = None,
+    attempt: int | None = None,
     from_start: bool = False,
-    config_dir: Place | None = None,
-    wait: bool = True,
     force: bool = False,
-    on_event: EventCallback | None = None,
+    wait: bool = True,
+    progress: Progress | Observer | None = None,
+    config_dir: Place | None = None,
+    script_arguments: list[str] | None = None,
 ) -> Run:
     """Continue a run as a new attempt, from its newest complete checkpoint.
+
+    A run that was stopped before its first checkpoint begins again. Where no step is left, nothing
+    happens. See `launch` for how it is supervised, and for what is raised.
 
     Args:
         run: A run, or its directory.
         overrides: Changes of its configuration.
         step: Continue from the checkpoint after so many steps, and leave later ones behind.
+        attempt: Attempt whose configuration to take; None is the newest that got going.
         from_start: Begin again, and leave all checkpoints behind.
+        force: Start although the budget does not fit.
+        wait: Return when the run has ended; otherwise at once.
+        progress: Called with each record of the run, while this call waits.
         config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
-        wait: As of `launch`; so are `force` and `on_event`.
+        script_arguments: Arguments of the run's script, in place of the ones it had.
 
     Raises:
-        TrainctlError: The folder is no run, is in use, or has no checkpoint; or the plan is
-            refused.
+        TrainctlError: The folder is no run, is in use, or has no checkpoint to continue from; or
+            the plan is refused. As `RunFailed`: the run failed.
+        KeyboardInterrupt: Ctrl-C; the run has saved and ended.
     """
-    raise NotImplementedError
+    from trainctl.config.compose import recompose
+    from trainctl.config.user_code import with_script_arguments
+    from trainctl.launchers import start
+
+    began = time.time()
+    folder = _folder(config_dir)
+    run = run if isinstance(run, Run) else Run(run)
+    start.resume_run(
+        run.paths,
+        lambda before: with_script_arguments(
+            recompose(before, overrides, config_dir=folder), script_arguments
+        ),
+        step=step,
+        attempt=attempt,
+        from_start=from_start,
+        force=force,
+        wait=wait,
+        began=began,
+        observer=progress if isinstance(progress, start.Observer) else start.Observer(progress),
+    )
+    return run
+
+
+def list_runs(folder: Place = "runs") -> list[Run]:
+    """Return the runs in a folder, oldest first; damaged ones are left out."""
+    from trainctl.runs.directory import runs_in
+
+    return [Run(paths.root) for paths in runs_in(Path(folder))]
+
+
+class Run:
+    """A run directory, whoever launched the run: live or ended, here or on another machine.
+
+    Every property reads the directory again.
+
+    Args:
+        path: The directory.
+
+    Raises:
+        TrainctlError: The directory is no run (exit code 5).
+    """
+
+    def __init__(self, path: Place) -> None:
+        from trainctl.runs.directory import open_run
+
+        self.paths = open_run(Path(path))
+
+    @classmethod
+    def newest(cls, folder: Place = "runs") -> Run:
+        """Return the run of a folder that was made last.
+
+        Raises:
+            TrainctlError: There is no run (exit code 5).
+        """
+        from trainctl.runs.directory import newest_run
+
+        return cls(newest_run(Path(folder)).root)
+
+    def __repr__(self) -> str:
+        status = self.status
+        of = f" of {status.total_steps:,}" if status.total_steps else ""
+        loss = "" if status.loss is None else f", loss {status.loss:.4f}"
+        return f"Run({str(self.path)!r}): {status.state}, step {status.step:,}{of}{loss}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    @property
+    def path(self) -> Path:
+        return self.paths.root
+
+    @property
+    def status(self) -> RunStatus:
+        """State, step, loss, exit code and first failure of the newest attempt."""
+        from trainctl.runs.listing import status_of
+
+        return status_of(self.paths)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the newest attempt that got going, made again from its configuration."""
+        return plan(str(self.path))
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Checkpoints, oldest first: damaged ones and those with the weights alone as well."""
+        from trainctl.runs.checkpoints import checkpoint_folders
+
+        full, alone = (checkpoint_folders(self.paths, weights_only=each) for each in (False, True))
+        return [Checkpoint(self, step) for step in sorted({step for step, _ in full + alone})]
+
+    def wait(self, timeout: float | None = None) -> RunStatus:
+        """Wait until the run has ended, and return how. A run that failed does not raise.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for ever.
+
+        Raises:
+            TimeoutError: It has not ended by then.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._is_live():
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self.path} has not ended after {timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+        return self.status
+
+    def _is_live(self) -> bool:
+        from trainctl.runs.listing import summarise_run
+
+        return summarise_run(self.paths).is_live
+
+    def follow(self, *, from_start: bool = True) -> Iterator[Event]:
+        """Yield the records of the run as they are written, until it has ended.
+
+        Args:
+            from_start: Begin with the first record of the newest attempt; otherwise with those
+                that are written from now on.
+        """
+        from trainctl.runs.directory import last_attempt
+        from trainctl.runs.records import EventFollower
+
+        follower = EventFollower(self.paths.events, from_start=from_start)
+        return self._follow(follower, last_attempt(self.paths))
+
+    def _follow(self, follower: EventFollower, first: int) -> Iterator[Event]:
+        while True:
+            is_live = self._is_live()  # before the poll: the last records precede the end
+            while events := follower.poll():
+                yield from (event for event in events if event["attempt"] >= first)
+            if not is_live:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def events(self, *kinds: str) -> Iterator[Event]:
+        """Yield the records of these kinds (all, if none is named) in the order of their writing.
+
+        Steps that were repeated after a resume come twice; `metrics` has those that count.
+        """
+        from trainctl.runs.records import iter_events
+
+        return iter_events(self.paths.events, *kinds)
+
+    def metrics(self, as_: Literal["pandas", "arrow"] = "pandas") -> Any:
+        """Return the steps of all attempts as a table, one row a step.
+
+        Steps that were repeated after a resume or a rewind are there once, as they count. Columns:
+        `step`, `attempt`, `time` (Unix seconds), `loss` (nats a token), `learning_rate`,
+        `grad_norm`, `tokens` (since the run's start), `tokens_per_second`, `mfu`, and parts such as
+        `seconds/forward` and `peak/device`; NaN where a step has no such number.
+
+        Args:
+            as_: `pandas` for a DataFrame, `arrow` for a table of pyarrow.
+
+        Raises:
+            TrainctlError: That package is not installed (exit code 4).
+        """
+        from trainctl.monitor.report.history import History
+
+        history = History(self.paths)
+        history.read()
+        steps = history.steps
+        whole = ("step", "attempt")
+        columns: dict[str, Any] = {name: steps[name].astype("int64") for name in whole}
+        columns |= {name: steps[name] for name in steps.names if name not in whole}
+        if as_ == "pandas":
+            return data_frame(columns)
+        try:
+            import pyarrow
+        except ImportError as missing:
+            raise TrainctlError(
+                f"a table of arrow needs pyarrow, which cannot be imported ({missing})",
+                hint="pip install pyarrow",
+                exit_code=ExitCode.environment,
+            ) from None
+        return pyarrow.table(columns)
+
+    def stop(self, *, now: bool = False, wait: bool = True) -> RunStatus:
+        """Have the run save at its next step and end, on whatever machines it trains.
+
+        Args:
+            now: End it at once, without saving.
+            wait: Return when it has ended.
+
+        Raises:
+            TrainctlError: It does not run (exit code 5).
+        """
+        from trainctl.launchers.stop import ask_to_stop, wait_for_end
+
+        if not self._is_live():
+            raise TrainctlError(f"not running: {self.path}", exit_code=ExitCode.run_state)
+        ask_to_stop(self.paths, now=now)
+        if wait:
+            wait_for_end(self.paths, now=now)
+        return self.status
+
+    def logs(
+        self, *, attempt: int | None = None, ranks: Sequence[int] = (), lines: int = 20
+    ) -> dict[str, list[str]]:
+        """Return the last lines of each log of an attempt, by the name of its process.
+
+        Args:
+            attempt: Number of the attempt; None is the newest.
+            ranks: Only logs of these ranks.
+        """
+        from trainctl.runs.directory import last_attempt
+        from trainctl.runs.logs import logs_of, tail_logs
+
+        number = last_attempt(self.paths) if attempt is None else attempt
+        found = logs_of(self.paths.attempt(number), ranks)
+        return {log.label: tail for log, tail in tail_logs(found, lines)}
+
+    def report(self, path: Place = "report.html", *, price: float | None = None) -> Path:
+        """Write one HTML file that shows the run: curves, faults, memory, time, layout.
+
+        Args:
+            price: Price of one device for an hour.
+        """
+        from trainctl.runs.files import write_bytes
+
+        # Bytes of a path that are not UTF-8 become escapes, which JSON decodes to the same.
+        text = report(self, price=price).encode(errors="backslashreplace")
+        write_bytes(Path(path).absolute(), text)
+        return Path(path)
+
+    def save(self, say: Callable[[str], None] | None = None) -> Checkpoint:
+        """Have the run save at its next step, and return the checkpoint when it is committed.
+
+        Args:
+            say: Called with a sentence once the run has been asked.
+
+        Raises:
+            TrainctlError: The run does not train, or ended before it saved (exit code 5).
+        """
+        from trainctl.launchers.stop import save_now
+
+        return Checkpoint(self, int(save_now(self.paths, say or _ignore)["step"]))
+
+    def remove_checkpoints(
+        self, *steps: int, force: bool = False, progress: WorkProgress | None = None
+    ) -> list[Path]:
+        """Remove checkpoints of a run that is not training, those of the weights alone as well.
+
+        Args:
+            force: Also if no intact checkpoint is left then.
+            progress: Called while the others are verified.
+
+        Returns:
+            The folders that were removed.
+
+        Raises:
+            TrainctlError: The run is in use, has no such checkpoint, or would lose its last one.
+        """
+        from trainctl.runs.checkpoint_selection import require_another, select_checkpoints
+        from trainctl.runs.checkpoints import clean_temporary, delete_checkpoint
+        from trainctl.runs.lock import hold_lock
+
+        with hold_lock(self.paths):  # keeps a trainer's rotation out
+            doomed = [path for _, path in select_checkpoints(self.paths, steps)]
+            if not force:
+                require_another(self.paths, doomed, progress or _ignore)
+            for path in doomed:
+                delete_checkpoint(self.paths, path)
+            clean_temporary(self.paths)
+        return doomed
+
+    def checkpoint(
+        self,
+        step: int | None = None,
+        *,
+        best: bool = False,
+        warn: Callable[[str], None] | None = None,
+    ) -> Checkpoint:
+        """Return a checkpoint, by default the newest that is intact when it is used.
+
+        Args:
+            step: Step of the checkpoint.
+            best: Take the one with the lowest held-out loss.
+            warn: Called for each damaged checkpoint that is passed over; None warns as Python does.
+        """
+        return Checkpoint(self, step, best=best, warn=warn)
+
+    def _repr_html_(self) -> str:
+        from trainctl.monitor.report.figure import loss_svg
+        from trainctl.monitor.report.history import History
+
+        status = self.status
+        of = f" of {status.total_steps:,}" if status.total_steps else ""
+        rows = {
+            "run": str(self.path),
+            "state": status.state,
+            "step": f"{status.step:,}{of}",
+            "loss": "" if status.loss is None else f"{status.loss:.4f}",
+            "attempt": str(status.attempt),
+            "why": status.message,
+        }
+        history = History(self.paths)
+        history.read()
+        drawn = loss_svg(history) if len(history.steps) > 1 else ""
+        return html_table([row for row in rows.items() if row[1]]) + drawn
+
+
+class Checkpoint:
+    """A checkpoint of a run.
+
+    Its methods read every byte first, and compare it with its checksum. They work in a process of
+    their own, so that torch is not loaded here.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        step: int | None = None,
+        *,
+        best: bool = False,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.run = run
+        self._step, self._best, self._warn = step, best, warn
+
+    def __repr__(self) -> str:
+        which = "best" if self._best else "newest" if self._step is None else f"step {self._step:,}"
+        return f"Checkpoint({str(self.run.path)!r}, {which})"
+
+    @property
+    def path(self) -> Path:
+        """Its folder, which is not verified.
+
+        Raises:
+            TrainctlError: There is no such checkpoint (exit code 5).
+        """
+        from trainctl.runs.checkpoint_selection import candidates
+
+        return candidates(self.run.paths, step=self._step, best=self._best)[0]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were done when it was saved."""
+        return int(self.path.name.rpartition("-")[2])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its files are there, with their sizes; `verify` reads them."""
+        from trainctl.runs.manifest import read_manifest
+
+        try:
+            read_manifest(self.path)
+        except ValueError:
+            return False
+        return True
+
+    def verify(self, progress: WorkProgress | None = None) -> list[str]:
+        """Read every byte, and return the problems: empty if it is intact."""
+        from trainctl.runs.checkpoint_selection import verify_checkpoint
+
+        return verify_checkpoint(self.run.paths, self.path, progress or _ignore)
+
+    def export(
+        self,
+        out: Place,
+        *,
+        dtype: str | None = None,
+        weights: str = "raw",
+        adapter: bool | None = None,
+        shard_size: str | int | None = None,
+        progress: WorkProgress | None = None,
+    ) -> dict[str, Any]:
+        """Write a directory that transformers loads.
+
+        Args:
+            out: A new or empty folder.
+            dtype: `fp32`, `bf16` or `fp16`; None is the format that the run trains in.
+            weights: `raw`, or `ema` for their moving average.
+            adapter: True writes the adapter alone, as PEFT loads it; otherwise it is merged into
+                its base, and False refuses a run without one.
+            shard_size: Largest file of weights, such as `2GB` or a number of bytes.
+            progress: Called with the name of a piece of work, the units done, and their total.
+
+        Returns:
+            What `trainctl export --json` prints: `out`, `checkpoint`, `files`, `bytes`, `notes`...
+
+        Raises:
+            TrainctlError: The checkpoint is damaged (5), or the folder is not empty (2).
+        """
+        from trainctl.config.quantities import in_unit
+        from trainctl.launchers import offline
+
+        size = None
+        if shard_size is not None:
+            size = in_unit(str(shard_size), "bytes", is_count=True)
+            if size is None or size < 1:
+                raise TrainctlError(
+                    f"--shard-size {shard_size} is no size", hint="--shard-size 2GB"
+                )
+        return offline.export(
+            self._choice(weights, "auto", progress),
+            Path(out),
+            dtype=dtype,
+            adapter=adapter,
+            shard_bytes=None if size is None else int(size),
+        )
+
+    def evaluate(
+        self,
+        *,
+        samples: int | None = None,
+        weights: str = "raw",
+        device: str = "auto",
+        progress: WorkProgress | None = None,
+    ) -> dict[str, Any]:
+        """Return the held-out loss, in nats a token, with its parts, as `evaluate --json` does.
+
+        Args:
+            samples: Held-out samples; None takes the run's own number.
+            weights: `raw`, or `ema` for their moving average.
+            device: `cpu`, `cuda`, or `auto`: an accelerator with room for the model, else the CPU.
+            progress: Called with the name of a piece of work, the units done, and their total.
+        """
+        from trainctl.launchers import offline
+
+        return offline.evaluate(self._choice(weights, device, progress), samples=samples)
+
+    def evaluate_tasks(
+        self,
+        *names: str,
+        weights: str = "raw",
+        device: str = "auto",
+        progress: WorkProgress | None = None,
+        **settings: Any,
+    ) -> dict[str, Any]:
+        """Evaluate tasks of lm-eval, add the results to the run's records, and return them.
+
+        Args:
+            names: Names of tasks.
+            weights: `raw`, or `ema` for their moving average.
+            device: As of `evaluate`.
+            progress: Called with the name of a piece of work, the units done, and their total.
+            settings: `include`, `shots`, `samples`, `batch_size`, `chat`, `keep`: see
+                `trainctl evaluate --help`.
+
+        Raises:
+            TrainctlError: lm-eval is not installed (4), or a task is unknown.
+        """
+        from trainctl.launchers import offline
+
+        tasks = offline.TaskSettings(names=names, **settings)
+        return offline.evaluate_tasks(self._choice(weights, device, progress), tasks)
+
+    def sample(
+        self,
+        prompt: str,
+        *,
+        tokens: int = 128,
+        temperature: float = 0.8,
+        seed: int | None = None,
+        chat: bool | None = None,
+        system: str | None = None,
+        weights: str = "raw",
+        device: str = "auto",
+        progress: WorkProgress | None = None,
+    ) -> dict[str, Any]:
+        """Continue a text, or answer a message; the result's `text` has it.
+
+        Args:
+            tokens: Tokens to draw, at most.
+            temperature: 0 takes the likeliest token each time.
+            seed: Seed of the draws; None takes `training.seed`.
+            chat: The prompt is a user's message; None means so for runs of `data=chat` alone.
+            system: System message before the prompt.
+            weights: `raw`, or `ema` for their moving average.
+            device: As of `evaluate`.
+            progress: Called with the name of a piece of work, the units done, and their total.
+        """
+        from trainctl.launchers import offline
+
+        return offline.sample(
+            self._choice(weights, device, progress),
+            prompt,
+            tokens=tokens,
+            temperature=temperature,
+            seed=seed,
+            chat=chat,
+            system=system,
+        )
+
+    def _choice(self, weights: str, device: str, progress: WorkProgress | None) -> WeightsChoice:
+        from trainctl.launchers.offline import WeightsChoice
+
+        return WeightsChoice(
+            run=self.run.paths,
+            step=self._step,
+            best=self._best,
+            weights=weights,
+            device=device,
+            progress=progress or _ignore,
+            warn=self._warn or warnings.warn,
+        )
 
 
 def load(
-    source: Run | Checkpoint | Place,
+    run: Run | Checkpoint | Place,
     *,
     step: int | None = None,
     best: bool = False,
@@ -718,100 +1292,116 @@ def load(
     dtype: str | None = None,
     device: str = "cpu",
 ) -> tuple[Any, Any]:
-    """Return the model of a checkpoint, of transformers, and its tokenizer. Imports torch.
+    """Return the model of a checkpoint, as transformers loads its export, and its tokenizer.
+
+    An adapter is merged into its base. The weights pass through a temporary folder (TMPDIR).
 
     Args:
-        source: A run (then its newest checkpoint) or a checkpoint.
-        step: The run's checkpoint after so many steps.
+        run: A run (its newest intact checkpoint), its directory, or a checkpoint.
+        step: Step of the run's checkpoint.
         best: The run's checkpoint with the lowest held-out loss.
-        weights: `raw`, or `ema` for the moving average.
-        dtype: Number format of the weights, such as `bf16`; None is the model's own.
+        weights: `raw`, or `ema` for their moving average.
+        dtype: `fp32`, `bf16` or `fp16`; None is the format that the run trains in.
         device: Device to load onto, as torch names it.
 
+    Returns:
+        The model, in evaluation mode; and a tokenizer of transformers, or trainctl's own (with
+        `encode` and `decode`) where the run's has no published files, as bytes have none.
+
     Raises:
-        TrainctlError: There is no such checkpoint, or it is damaged.
+        TrainctlError: There is no such checkpoint, or it is damaged (exit code 5).
     """
-    raise NotImplementedError
+    from tempfile import TemporaryDirectory
+
+    from trainctl.train.checkpoint.loading import load_export
+
+    if isinstance(run, Checkpoint):
+        checkpoint = run
+    else:
+        checkpoint = (run if isinstance(run, Run) else Run(run)).checkpoint(step, best=best)
+    with TemporaryDirectory(prefix="trainctl-") as folder:
+        exported = checkpoint.export(Path(folder) / "model", dtype=dtype, weights=weights)
+        model, tokenizer = load_export(
+            checkpoint.run.paths, Path(exported["out"]), exported["dtype"]
+        )
+    return model.to(device), tokenizer
 
 
-def list_runs(folder: Place = "runs") -> list[Run]:
-    """Return the runs in a folder, the newest last."""
-    raise NotImplementedError
+def report(
+    *runs: Run | Place,
+    form: Literal["html", "json", "csv"] = "html",
+    price: float | None = None,
+    buckets: int | None = None,
+) -> str:
+    """Return a report of one or several runs: curves, faults, memory, time, layout.
+
+    Args:
+        runs: Runs, their directories, or folders of sweeps; without any, the newest run.
+        form: `html` is one page that needs no network; `json` and `csv` have the same numbers.
+        price: Price of one device for an hour: adds the cost.
+        buckets: Most points of each curve, at least 64; 0 keeps every step. None is as many as a
+            page of 2 MB bears.
+
+    Raises:
+        TrainctlError: A path is not a run (exit code 5), or there are too many runs.
+    """
+    import csv
+    import io
+    import json
+
+    from trainctl.monitor.report.document import (
+        read_histories,
+        report_document,
+        report_rows,
+        title_of,
+    )
+    from trainctl.monitor.report.page import report_page
+
+    if buckets is not None and 0 < buckets < _LEAST_BUCKETS:
+        raise TrainctlError(
+            f"--buckets {buckets} is too few for a curve",
+            hint=f"at least {_LEAST_BUCKETS}, or 0 for every step",
+        )
+    if price is not None and not math.isfinite(price):
+        raise TrainctlError(f"--price {price} is no price")
+    histories = read_histories([run.path if isinstance(run, Run) else Path(run) for run in runs])
+    made = report_document(histories, price=price, most=buckets, is_packed=form == "html")
+    if form == "html":
+        return report_page(made, title=title_of(histories))
+    if form == "json":
+        return json.dumps(made, ensure_ascii=False, allow_nan=False) + "\n"
+    stream = io.StringIO()
+    cells = (["" if value is None else value for value in row] for row in report_rows(made))
+    csv.writer(stream, lineterminator="\n").writerows(cells)
+    return stream.getvalue()
 
 
-class Run:
-    """A run directory: a run that was launched here or elsewhere, live or ended."""
+def add_tokens(
+    directory: Place,
+    out: Place,
+    *tokens: str,
+    multiple_of: int = 1,
+    progress: WorkProgress | None = None,
+) -> dict[str, Any]:
+    """Write a transformers directory again with more special tokens.
 
-    def __init__(self, path: Place) -> None:
-        """Open a run.
+    Each of them gets a row in the embedding and in the output projection, the mean of those before.
 
-        Raises:
-            TrainctlError: The folder is no run.
-        """
-        raise NotImplementedError
+    Args:
+        directory: A transformers directory with weights.
+        out: A new or empty folder.
+        multiple_of: Add rows up to a multiple of it, as tensor ranks may want.
+        progress: Called with the name of a piece of work, the units done, and their total.
 
-    @property
-    def path(self) -> Path:
-        raise NotImplementedError
+    Returns:
+        What `trainctl add-tokens --json` prints: `ids`, `known`, `rows_before`, `rows`...
+    """
+    from trainctl.launchers import offline
 
-    @property
-    def status(self) -> str:
-        """State of the newest attempt: `queued`, `starting`, `running`, `finished`, `failed` or
-        `stopped`.
-        """
-        raise NotImplementedError
-
-    @property
-    def checkpoints(self) -> list[Checkpoint]:
-        """Complete checkpoints, the newest last."""
-        raise NotImplementedError
-
-    def metrics(self) -> pandas.DataFrame:
-        """Return the metrics of all steps, one row a step."""
-        raise NotImplementedError
-
-    def events(self, *kinds: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the records of these kinds (all, if none is named), the oldest first."""
-        raise NotImplementedError
-
-    def follow(self) -> Iterator[Mapping[str, Any]]:
-        """Yield records as they are written, until the run has ended."""
-        raise NotImplementedError
-
-    def wait(self, timeout: float | None = None) -> Run:
-        """Wait until the run has ended, at most `timeout` seconds.
-
-        Raises:
-            TimeoutError: It has not ended by then.
-        """
-        raise NotImplementedError
-
-    def stop(self, *, now: bool = False) -> None:
-        """End the run after a checkpoint, or with `now` without one, and wait for that."""
-        raise NotImplementedError
+    return offline.add_tokens(
+        Path(directory), Path(out), tokens, multiple_of=multiple_of, progress=progress or _ignore
+    )
 
 
-class Checkpoint:
-    """A complete checkpoint of a run."""
-
-    @property
-    def path(self) -> Path:
-        raise NotImplementedError
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps that were done when it was saved."""
-        raise NotImplementedError
-
-    def export(self, folder: Place, *, dtype: str | None = None, weights: str = "raw") -> Path:
-        """Write a directory that transformers loads.
-
-        Args:
-            folder: New directory.
-            dtype: Number format of the weights, such as `bf16`; None keeps that of the run.
-            weights: `raw`, or `ema` for the moving average.
-
-        Raises:
-            TrainctlError: The checkpoint is damaged, or the folder is there already.
-        """
-        raise NotImplementedError
+def _ignore(*_: object) -> None:
+    pass

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from trainctl import api
 from trainctl.cli.complete import complete_overrides, complete_target
 from trainctl.config.registry import option_files, trust_folder, trusted_folder
 from trainctl.errors import TrainctlError
@@ -166,6 +167,11 @@ OnDevice = Annotated[
     OfflineDevice,
     typer.Option("--device", help="auto: an accelerator with room for it, else the CPU."),
 ]
+
+
+def open_run_or_newest(path: Path | None) -> api.Run:
+    """Return the named run, or the one that was made last."""
+    return api.Run.newest() if path is None else api.Run(path)
 
 
 NamedRuns = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]

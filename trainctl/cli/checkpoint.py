@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trainctl.cli.arguments import Json, NamedRun, Run
+from trainctl import api
+from trainctl.cli.arguments import Json, NamedRun, Run, open_run_or_newest
 from trainctl.cli.console import (
     Meter,
     print_data,
@@ -18,16 +19,9 @@ from trainctl.cli.console import (
     size_text,
 )
 from trainctl.errors import ExitCode
-from trainctl.launchers.stop import save_now
-from trainctl.runs.checkpoint_selection import (
-    describe_checkpoints,
-    require_another,
-    select_checkpoints,
-)
+from trainctl.runs.checkpoint_selection import describe_checkpoints, select_checkpoints
 from trainctl.runs.checkpoint_selection import verify_checkpoint as problems_of
-from trainctl.runs.checkpoints import clean_temporary, delete_checkpoint
-from trainctl.runs.directory import open_or_newest, open_run
-from trainctl.runs.lock import hold_lock
+from trainctl.runs.directory import open_or_newest
 
 app = typer.Typer(help="List, verify, remove and save checkpoints.", add_completion=False)
 
@@ -92,35 +86,28 @@ def rm(
 
     Example: trainctl checkpoint rm runs/NAME 1000 2000
     """
-    paths = open_run(run)
-    with hold_lock(paths):  # keeps a trainer's rotation out
-        doomed = select_checkpoints(paths, steps)
-        if not force:
-            with Meter() as meter:
-                require_another(paths, [path for _, path in doomed], meter)
-        for _, path in doomed:
-            delete_checkpoint(paths, path)
-        clean_temporary(paths)
+    opened = api.Run(run)
+    with Meter() as meter:
+        removed = opened.remove_checkpoints(*steps, force=force, progress=meter)
     if as_json:
         print_json(
-            {"schema": 1, "run": str(paths.root), "removed": [str(path) for _, path in doomed]}
+            {"schema": 1, "run": str(opened.path), "removed": [str(path) for path in removed]}
         )
     else:
-        for _, path in doomed:
+        for path in removed:
             print_data(f"removed {path}")
 
 
 @app.command()
 def now(run: Run = None, as_json: Json = False) -> None:
     """Have a run that is training save at its next step, and wait until that is committed."""
-    paths = open_or_newest(run)
-    saved = save_now(paths, print_message)
-    path = paths.root / saved["path"]
+    opened = open_run_or_newest(run)
+    saved = opened.save(print_message)
     if as_json:
-        where = {"run": str(paths.root), "step": saved["step"], "path": str(path)}
+        where = {"run": str(opened.path), "step": saved.step, "path": str(saved.path)}
         print_json({"schema": 1, **where})
     else:
-        print_data(f"saved {path}")
+        print_data(f"saved {saved.path}")
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

@@ -17,12 +17,10 @@ from trainctl.cli.arguments import (
     Step,
     Weights,
     WhichWeights,
+    open_run_or_newest,
 )
 from trainctl.cli.console import Meter, print_data, print_json, print_table, print_warning
 from trainctl.errors import TrainctlError
-from trainctl.launchers import offline
-from trainctl.launchers.offline import TaskSettings, WeightsChoice
-from trainctl.runs.directory import open_or_newest
 from trainctl.runs.records import number
 
 _COUNTS = ("samples", "shots")
@@ -102,23 +100,18 @@ def evaluate(
     wrong = [name for name, value in of_tasks.items() if tasks is None and value is not None]
     if wrong:
         raise TrainctlError(f"{wrong[0]} is of tasks", hint="name them: --tasks A,B")
-    if tasks is not None:
-        offline.require_harness()
+    chosen = open_run_or_newest(run).checkpoint(step, best=best, warn=print_warning)
     with Meter() as meter:
-        choice = WeightsChoice(
-            run=open_or_newest(run),
-            step=step,
-            best=best,
-            weights=weights.value,
-            device=device.value,
-            progress=meter,
-            warn=print_warning,
-        )
         if tasks is None:
-            result = offline.evaluate(choice, samples=samples)
+            result = chosen.evaluate(
+                samples=samples, weights=weights.value, device=device.value, progress=meter
+            )
         else:
-            settings = TaskSettings(
-                names=task_names(tasks),
+            result = chosen.evaluate_tasks(
+                *task_names(tasks),
+                weights=weights.value,
+                device=device.value,
+                progress=meter,
                 include=include_path,
                 shots=shots,
                 samples=samples,
@@ -126,7 +119,6 @@ def evaluate(
                 chat=chat,
                 keep=keep,
             )
-            result = offline.evaluate_tasks(choice, settings)
     if as_json:
         print_json({"schema": 1, **result})
     elif tasks is None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trainctl import api
 from trainctl.cli.arguments import Best, Json, NamedRun, Step, Weights, WhichWeights
 from trainctl.cli.console import (
     Meter,
@@ -17,11 +18,8 @@ from trainctl.cli.console import (
     print_warning,
     size_text,
 )
-from trainctl.config.quantities import count_text, in_unit
+from trainctl.config.quantities import count_text
 from trainctl.errors import TrainctlError
-from trainctl.launchers import offline
-from trainctl.launchers.offline import WeightsChoice
-from trainctl.runs.directory import open_run
 
 
 class ExportType(StrEnum):
@@ -67,24 +65,20 @@ def export(
 
     Example: trainctl export runs/NAME exported --dtype bf16
     """
-    shard_bytes = _shard_bytes(shard_size)
     if adapter and (merge or shard_size):
         raise TrainctlError(f"--adapter with {'--merge' if merge else '--shard-size'}: choose one")
     with Meter() as meter:
-        choice = WeightsChoice(
-            run=open_run(run),
-            step=step,
-            best=best,
-            weights=weights.value,
-            progress=meter,
-            warn=print_warning,
-        )
-        result = offline.export(
-            choice,
-            out,
-            dtype=dtype.value if dtype is not None else None,
-            adapter=adapter if adapter or merge else None,
-            shard_bytes=shard_bytes,
+        result = (
+            api.Run(run)
+            .checkpoint(step, best=best, warn=print_warning)
+            .export(
+                out,
+                dtype=dtype.value if dtype is not None else None,
+                weights=weights.value,
+                adapter=adapter if adapter or merge else None,
+                shard_size=shard_size,
+                progress=meter,
+            )
         )
     if as_json:
         print_json({"schema": 1, **result})
@@ -97,16 +91,6 @@ def export(
         f"{count_text(result['parameters'])} parameters, "
         f"{size_text(result['bytes'])} of {result['dtype']}"
     )
-
-
-def _shard_bytes(text: str | None) -> int | None:
-    """Parse the size of the largest file into bytes; None without `--shard-size`."""
-    if text is None:
-        return None
-    size = in_unit(text, "bytes", is_count=True)
-    if size is None or size < 1:
-        raise TrainctlError(f"--shard-size {text} is no size", hint="--shard-size 2GB")
-    return int(size)
 
 
 def add_tokens(
@@ -128,7 +112,7 @@ def add_tokens(
     Example: trainctl add-tokens DIR OUT '<|im_start|>' '<|im_end|>'
     """
     with Meter() as meter:
-        result = offline.add_tokens(directory, out, tokens, multiple_of=multiple_of, progress=meter)
+        result = api.add_tokens(directory, out, *tokens, multiple_of=multiple_of, progress=meter)
     if as_json:
         print_json({"schema": 1, "directory": str(directory), **result})
         return

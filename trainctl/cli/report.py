@@ -1,18 +1,16 @@
-"""`trainctl report`: curves and summaries of runs as a page, as JSON, or as a table."""
+"""`trainctl report`: curves and summarise_runs of runs as a page, as JSON, or as a table."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import math
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from trainctl import api
 from trainctl.cli.arguments import Json
 from trainctl.cli.console import print_json, print_message
 from trainctl.errors import ExitCode, TrainctlError
@@ -75,24 +73,12 @@ def report(
 
     Examples: trainctl report runs/A runs/B -o report.html; trainctl report sweeps/125m
     """
-    from trainctl.monitor.report.document import read_histories, report_document, title_of
-
     form = _output_form(as_json=as_json, as_csv=as_csv, output=output)
-    if buckets is not None and 0 < buckets < 64:
-        raise TrainctlError(
-            f"--buckets {buckets} is too few for a curve",
-            hint="at least 64, or 0 for every step",
-            exit_code=ExitCode.bad_input,
-        )
-    if price is not None and not math.isfinite(price):
-        raise TrainctlError(f"--price {price} is no price")
-    histories = read_histories(runs or [])
-    made = report_document(histories, price=price, most=buckets, is_packed=form is _Form.html)
+    text = api.report(*(runs or ()), form=form.value, price=price, buckets=buckets)
     if form is _Form.json and output is None:
-        print_json(made)
+        print_json(json.loads(text))
         return
-    text = _report_text(made, form, title_of(histories))
-    if form is not _Form.html and output is None:
+    if form is _Form.csv and output is None:
         sys.stdout.write(text)
         return
     target = output or DEFAULT_FILE
@@ -123,18 +109,3 @@ def _write_report(path: Path, text: str) -> None:
         raise TrainctlError(
             f"{path} cannot be written: {error.strerror}", exit_code=ExitCode.environment
         ) from None
-
-
-def _report_text(made: dict[str, Any], form: _Form, title: str) -> str:
-    """Return the document as a page or as JSON, or its series as CSV."""
-    from trainctl.monitor.report.document import report_rows
-    from trainctl.monitor.report.page import report_page
-
-    if form is _Form.html:
-        return report_page(made, title=title)
-    if form is _Form.json:
-        return json.dumps(made, ensure_ascii=False, allow_nan=False) + "\n"
-    stream = io.StringIO()
-    cells = (["" if value is None else value for value in row] for row in report_rows(made))
-    csv.writer(stream, lineterminator="\n").writerows(cells)
-    return stream.getvalue()

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from trainctl.cli.arguments import Json, NamedRuns, Run
+from trainctl import api
+from trainctl.cli.arguments import Json, NamedRuns, Run, open_run_or_newest
 from trainctl.cli.console import (
     print_data,
     print_json,
@@ -28,7 +29,6 @@ from trainctl.launchers.stop import ask_to_stop, wait_for_end
 from trainctl.monitor.loggers.delivery import ALERTS, read_cursor, send
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoint_selection import require_no_checkpoint
-from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import (
     DEFAULT_ROOT,
     find_runs,
@@ -41,8 +41,6 @@ from trainctl.runs.directory import (
 from trainctl.runs.event_descriptions import (
     describe_divergence,
     describe_straggler,
-    still_diverged,
-    still_slow,
 )
 from trainctl.runs.failures import describe_failure, first_failure
 from trainctl.runs.layout import AttemptPaths, RunPaths
@@ -85,29 +83,21 @@ def list_(
 @app.command()
 def status(run: Run = None, as_json: Json = False) -> None:
     """Show how a run stands: state, progress, what failed first, and what to do next."""
-    paths = open_or_newest(run)
-    summary = summarise_run(paths)
-    told = read_events(paths.events, "failure", "straggler", "divergence")
-    failure = first_failure(told, summary.attempt)
-    slow = still_slow(told, summary.attempt)
-    diverged = still_diverged(told, summary.attempt)
-    checkpoint, _ = newest_checkpoint(paths)
+    found = open_run_or_newest(run).status
     if as_json:
-        saved = checkpoint.step if checkpoint else None
-        found = {"failure": failure, "checkpoint": saved, "stragglers": slow}
-        found["divergence"] = diverged
-        print_json({"schema": 1, **summary.to_json(), **found})
+        print_json({"schema": 1, **found.to_json()})
         return
-    for line in _status_lines(summary):
+    for line in _status_lines(found):
         print_data(line)
-    if diverged is not None:
-        print_data(f"warning: {describe_divergence(diverged)}", style="warning")
-    for event in slow:
+    if found.divergence is not None:
+        print_data(f"warning: {describe_divergence(found.divergence)}", style="warning")
+    for event in found.stragglers:
         print_data(f"slow: {describe_straggler(event)}", style="warning")
-    if failure:
-        print_data(f"first failure: {describe_failure(failure)}", style="error")
-        print_data(f"its log: {failure['log']}")
-    print_data(f"checkpoint: step {checkpoint.step:,}" if checkpoint else "checkpoint: none yet")
+    if found.failure:
+        print_data(f"first failure: {describe_failure(found.failure)}", style="error")
+        print_data(f"its log: {found.failure['log']}")
+    saved = "none yet" if found.checkpoint is None else f"step {found.checkpoint:,}"
+    print_data(f"checkpoint: {saved}")
 
 
 @app.command()
@@ -248,7 +238,7 @@ def attach(run: Run = None, as_json: Json = False) -> None:
 
     Ctrl-C ends the view, and the run goes on.
     """
-    code = follow_run(open_or_newest(run), as_json=as_json)
+    code = follow_run(open_run_or_newest(run), as_json=as_json)
     if code:
         raise typer.Exit(code)
 
@@ -260,23 +250,18 @@ def follow(run: Run = None) -> None:
     Ctrl-C ends the view, and the run goes on. Where stdout is no terminal it prints the last
     records, then those to come.
     """
-    paths = open_or_newest(run)
+    opened = open_run_or_newest(run)
     if _can_redraw():
         from trainctl.cli.curves_view import follow_curves
 
-        follow_curves(paths)
+        follow_curves(opened.paths)
         return
-    attempt = paths.attempt(last_attempt(paths))
-    records, stop_step = EventFollower(paths.events), _stop_step(attempt)
-    _show_records(paths, attempt, LINES)
-    while True:
-        is_live = summarise_run(paths).is_live
-        for event in records.poll():
-            for line in record_lines(event, stop_step=stop_step):
-                print_data(line)
-        if not is_live:
-            return
-        time.sleep(_POLL_SECONDS)
+    attempt = opened.paths.attempt(last_attempt(opened.paths))
+    records, stop_step = opened.follow(from_start=False), _stop_step(attempt)
+    _show_records(opened.paths, attempt, LINES)
+    for event in records:
+        for line in record_lines(event, stop_step=stop_step):
+            print_data(line)
 
 
 def _can_redraw() -> bool:
@@ -407,7 +392,7 @@ def _may_still_log(run: RunPaths, attempt: AttemptPaths) -> bool:
     return last_attempt(run) == attempt.number and summarise_run(run).is_live
 
 
-def follow_run(run: RunPaths, *, as_json: bool) -> int:
+def follow_run(run: api.Run, *, as_json: bool) -> int:
     """Show all records of the newest attempt, and new ones until the run ends.
 
     Returns:
@@ -416,37 +401,30 @@ def follow_run(run: RunPaths, *, as_json: bool) -> int:
     Raises:
         TrainctlError: The run was never started, or its launcher and agent are gone (exit code 5).
     """
-    summary = summarise_run(run)
+    summary = summarise_run(run.paths)
     if summary.state == NEW and not summary.is_live:
         raise TrainctlError(
-            f"nothing of {run.root} was started yet",
-            hint=f"trainctl resume {run.root} starts it",
+            f"nothing of {run.path} was started yet",
+            hint=f"trainctl resume {run.path} starts it",
             exit_code=ExitCode.run_state,
         )
-    first = last_attempt(run)
-    plan = read_plan(run.attempt(first).plan)
-    follower = EventFollower(run.events, from_start=True)
+    first = last_attempt(run.paths)
+    plan = read_plan(run.paths.attempt(first).plan)
     if not as_json:
-        print_data(f"run directory: {run.root}")
+        print_data(f"run directory: {run.path}")
         if summary.state == "queued":
             print_message(f"job {summary.job.id if summary.job else '?'} waits in its queue")
     every = plan.config.logging.every_steps
     with Progress(
-        stop_step=plan.stop_step, every_steps=every, as_json=as_json, run=run, attempt=first
+        stop_step=plan.stop_step, every_steps=every, as_json=as_json, run=run.paths, attempt=first
     ) as progress:
-        while True:
-            summary = summarise_run(run)
-            while events := follower.poll():
-                for event in events:
-                    if event["attempt"] >= first:
-                        progress(event)
-            if not summary.is_live:
-                break
-            time.sleep(_POLL_SECONDS)
+        for event in run.follow():
+            progress(event)
+    summary = summarise_run(run.paths)
     if summary.state == LOST:
         raise TrainctlError(
-            f"{run.root}: launcher and agent were ended at one blow",
-            hint=f"trainctl resume {run.root} goes on from its newest checkpoint",
+            f"{run.path}: launcher and agent were ended at one blow",
+            hint=f"trainctl resume {run.path} goes on from its newest checkpoint",
             exit_code=ExitCode.run_state,
         )
     if summary.exit_code:

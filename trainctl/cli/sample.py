@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trainctl import api
 from trainctl.cli.arguments import (
     Best,
     Json,
@@ -17,9 +18,6 @@ from trainctl.cli.arguments import (
     WhichWeights,
 )
 from trainctl.cli.console import Meter, print_data, print_json, print_warning, to_printable
-from trainctl.launchers import offline
-from trainctl.launchers.offline import WeightsChoice
-from trainctl.runs.directory import open_run
 
 
 def sample(
@@ -59,23 +57,20 @@ def sample(
     trainctl sample runs/NAME "say hello" --chat --temperature 0
     """
     with Meter() as meter:
-        choice = WeightsChoice(
-            run=open_run(run),
-            step=step,
-            best=best,
-            weights=weights.value,
-            device=device.value,
-            progress=meter,
-            warn=print_warning,
-        )
-        result = offline.sample(
-            choice,
-            text,
-            tokens=tokens,
-            temperature=temperature,
-            seed=seed,
-            chat=chat,
-            system=system,
+        result = (
+            api.Run(run)
+            .checkpoint(step, best=best, warn=print_warning)
+            .sample(
+                text,
+                tokens=tokens,
+                temperature=temperature,
+                seed=seed,
+                chat=chat,
+                system=system,
+                weights=weights.value,
+                device=device.value,
+                progress=meter,
+            )
         )
     if as_json:
         print_json({"schema": 1, **result})

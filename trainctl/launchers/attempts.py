@@ -85,7 +85,7 @@ def run_attempts(
             prepared = PreparedAttempt(request, rendered, tag, lock)
             return supervise(prepared, start, launch.on_event, stop)
 
-        with StopHandler.for_launch(run, plan) as stop, loggers:
+        with StopHandler.for_launch(run, plan, launch.began) as stop, loggers:
             if restarts_itself:
                 outcome = run_with_restarts(launch, stop, run_one, replan)
             else:

@@ -71,6 +71,8 @@ class LaunchRequest:
     """Command that replaces the ranks' own; no corpus is prepared for it."""
     checkpoint_bytes: int | None = None
     """Size of a checkpoint, if known: that much disk space must be free."""
+    began: float | None = None
+    """Unix time from which its time limit counts; None is the start of this process."""
     uses_launch_folder: bool = True
     """Whether the user's code runs in the folder of the first launch; in a container it runs in the
     container's working directory.

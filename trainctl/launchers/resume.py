@@ -57,6 +57,8 @@ class PlannedResume:
     """Changes of the configuration since that attempt."""
     checkpoint: CheckpointInfo | None
     """Checkpoint to continue from; None begins at step 0."""
+    from_start: bool
+    """Whether to begin again was requested."""
     planned: PlannedConfig
 
 
@@ -102,6 +104,7 @@ def plan_resume(
         continues=attempt or effective_attempt(run).number,
         changes=tuple(diff_configs(before, planned.composed.config)),
         checkpoint=checkpoint,
+        from_start=from_start,
         planned=planned,
     )
 

@@ -91,8 +91,8 @@ class StopHandler:
         self._previous: dict[signal.Signals, Any] = {}
 
     @classmethod
-    def for_launch(cls, run: RunPaths, plan: RunPlan) -> Self:
-        """Return a `StopHandler` with the graces and the time limit of a plan.
+    def for_launch(cls, run: RunPaths, plan: RunPlan, began: float | None = None) -> Self:
+        """Return a `StopHandler` with the graces and the time limit of a plan, as of `began`.
 
         A user's program reads no requests: signals are only passed to it. Nor does a signal save
         anything in a run that is configured never to save.
@@ -107,7 +107,7 @@ class StopHandler:
             run,
             stop_grace_seconds=launcher.stop_grace_seconds,
             interrupt_grace_seconds=launcher.interrupt_grace_seconds if saves else 0.0,
-            limit=TimeLimit(minutes, past),
+            limit=TimeLimit(minutes, past, began),
         )
 
     @property
@@ -256,13 +256,16 @@ class TimeLimit:
     after its first step, to be requeued for ever.
 
     Args:
-        minutes: The limit, from the start of this process; None is no limit.
+        minutes: The limit; None is no limit.
         past: Records of the run so far.
+        began: Unix time from which it counts; None is the start of this process.
     """
 
-    def __init__(self, minutes: float | None, past: Iterable[Event] = ()) -> None:
+    def __init__(
+        self, minutes: float | None, past: Iterable[Event] = (), began: float | None = None
+    ) -> None:
         self._seconds = float("inf") if minutes is None else minutes * 60
-        age = time.time() - psutil.Process().create_time()
+        age = time.time() - (psutil.Process().create_time() if began is None else began)
         self._started = time.monotonic() - age
         self._longest_save = self._longest_step = 0.0
         self._last_step: Event | None = None

@@ -44,7 +44,7 @@ def choose_checkpoint(
     """
     if step is not None and best:
         raise TrainctlError("--step and --best name two checkpoints", hint="leave one of them out")
-    for path in _candidates(run, step=step, best=best):
+    for path in candidates(run, step=step, best=best):
         problems = verify_checkpoint(run, path, progress)
         if not problems:
             return path
@@ -54,8 +54,12 @@ def choose_checkpoint(
     raise TrainctlError(f"{run.root} has no intact checkpoint", exit_code=ExitCode.run_state)
 
 
-def _candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
-    """Return the checkpoint folders in the order to try them."""
+def candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
+    """Return the checkpoint folders in the order to try them; at least one.
+
+    Raises:
+        TrainctlError: There is none (exit code 5).
+    """
     if step is not None or not best:
         return [
             path for _, path in reversed(select_checkpoints(run, None if step is None else [step]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,9 +13,11 @@ from trainctl.config.reading import read_json
 from trainctl.errors import TrainctlError
 from trainctl.runs.checkpoints import checkpoint_folders, newest_checkpoint
 from trainctl.runs.directory import last_attempt, read_record
+from trainctl.runs.event_descriptions import still_diverged, still_slow
+from trainctl.runs.failures import first_failure
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import Holder, find_holder
-from trainctl.runs.records import events_from_end
+from trainctl.runs.records import Event, events_from_end, read_events
 from trainctl.runs.status import SchedulerJob, State, Status, read_job, read_status
 
 T = TypeVar("T")
@@ -166,8 +168,50 @@ def _missing_records(run: RunPaths, plan: dict[str, Any], status: Status | None,
     return f"they end at step {step:,}, and the run finished"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus(RunSummary):
+    """Summary of a run, with what went wrong in its newest attempt."""
+
+    failure: Event | None
+    """Record of the first failure."""
+    checkpoint: int | None
+    """Step of the newest complete checkpoint."""
+    stragglers: tuple[Event, ...]
+    """Last record of each rank that is still slower than its peers."""
+    divergence: Event | None
+    """Record of a loss that has risen and not come down."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON, for `--json`."""
+        return {
+            **RunSummary.to_json(self),
+            "failure": self.failure,
+            "checkpoint": self.checkpoint,
+            "stragglers": list(self.stragglers),
+            "divergence": self.divergence,
+        }
+
+
+def status_of(run: RunPaths) -> RunStatus:
+    """Return how a run stands.
+
+    Raises:
+        TrainctlError: `run.json` is damaged, or the records cannot be read (exit code 5).
+    """
+    summary = summarise_run(run)
+    told = read_events(run.events, "failure", "straggler", "divergence")
+    checkpoint, _ = newest_checkpoint(run)
+    return RunStatus(
+        **{each.name: getattr(summary, each.name) for each in fields(RunSummary)},
+        failure=first_failure(told, summary.attempt),
+        checkpoint=checkpoint.step if checkpoint else None,
+        stragglers=tuple(still_slow(told, summary.attempt)),
+        divergence=still_diverged(told, summary.attempt),
+    )
+
+
 def summarise_runs(runs: list[RunPaths]) -> list[RunSummary]:
-    """Return the summaries of several runs; a run that is removed meanwhile is left out."""
+    """Return the summarise_runs of several runs; a run that is removed meanwhile is left out."""
     found = []
     for run in runs:
         with suppress(TrainctlError):

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from trainctl.runs.files import is_locked, open_lock
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import is_alive
 
-_held: dict[str, int] = {}
-"""Descriptors of the locks that this process holds, by path."""
+_held: dict[tuple[str, int], int] = {}
+"""Descriptors of the locks that this process holds, by path and thread."""
 
 _CLEANUP_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
@@ -45,7 +46,7 @@ class Holder:
 def hold_lock(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> Iterator[int]:
     """Hold the run's lock, and yield its descriptor, for agents to inherit.
 
-    Within one process it may be taken again while it is held.
+    A thread may take it again while it holds it.
 
     Args:
         patience_seconds: Longest wait for the agent of a dead launcher to end its ranks. A live
@@ -56,8 +57,9 @@ def hold_lock(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> I
             cannot be written, or its file system has no locks (exit code 4).
     """
     path = str(run.lock)
-    if path in _held:
-        yield _held[path]
+    mine = path, threading.get_ident()
+    if mine in _held:
+        yield _held[mine]
         return
     try:
         descriptor = open_lock(run.lock)
@@ -92,13 +94,13 @@ def inherit_lock(run: RunPaths, descriptor: int) -> Iterator[int]:
 @contextmanager
 def _written_in(path: str, descriptor: int) -> Iterator[None]:
     """Write this process into the lock's file; clear it unless a child has written itself in."""
-    me = os.getpid()
+    me, mine = os.getpid(), (path, threading.get_ident())
     name_holder(descriptor, me)
-    _held[path] = descriptor
+    _held[mine] = descriptor
     try:
         yield
     finally:
-        del _held[path]
+        del _held[mine]
         if _read(descriptor).pid == me:
             os.ftruncate(descriptor, 0)
 

@@ -19,6 +19,7 @@ from trainctl.memory.budget import MemoryBudget, device_budget
 from trainctl.memory.constants import GIB
 from trainctl.memory.rank import NAMES, Components
 from trainctl.memory.traced import traced_model
+from trainctl.monitor.report.history import History
 from trainctl.runs.files import write_bytes
 from trainctl.tuning.search import Search
 from trainctl.tuning.space import Candidate
@@ -123,6 +124,23 @@ def save_figure(figure: Figure, path: Path, *, title: str) -> None:
         raise TrainctlError(
             f"{path} cannot be written: {error.strerror}", exit_code=ExitCode.bad_input
         ) from error
+
+
+def loss_svg(history: History) -> str:
+    """Return the curve of a run's loss as an svg element, with the held-out losses as points."""
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(history.steps["step"], history.steps["loss"], label="training")
+        held_out = history.evaluations
+        if len(held_out):
+            axes.plot(held_out["step"], held_out["loss"], "o", label="held out")
+            axes.legend()
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel("loss, nats a token")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.margins(x=0)
+        return _element(_svg(figure))
 
 
 def _png(figure: Figure) -> bytes:

@@ -1,0 +1,41 @@
+"""The example notebook: it runs as it stands, and is committed without outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import trainctl
+
+FILE = Path(__file__).parents[2] / "docs" / "examples" / "trainctl.ipynb"
+
+
+def read() -> Any:
+    return nbformat.read(FILE, as_version=4)  # type: ignore[no-untyped-call]
+
+
+def test_it_has_no_outputs() -> None:
+    code = [cell for cell in read().cells if cell.cell_type == "code"]
+    assert code
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+
+
+@pytest.mark.slow
+def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(trainctl.__file__).parents[1]))
+    book = read()
+    client = NotebookClient(book, timeout=900, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    streams = {(output.name, output.text) for output in outputs if output.output_type == "stream"}
+    (printed,) = streams  # only the last cell prints
+    assert printed[0] == "stdout" and printed[1].startswith("def ")
+    shown = [output.data.get("text/html", "") for output in outputs if "data" in output]
+    assert all(shown), "everything has a picture or a table"
+    assert sum("<svg" in text for text in shown) == 1, "the curve was updated in place"
+    assert "60 of 60" in next(text for text in shown if "<svg" in text)
+    assert "<iframe srcdoc=" in shown[-1]
