@@ -1020,7 +1020,8 @@ class Run:
         """
         from trainctl.launchers.stop import save_now
 
-        return Checkpoint(self, int(save_now(self.paths, say or _ignore)["step"]))
+        saved = save_now(self.paths, say or _ignore)
+        return Checkpoint(self, int(saved["step"]), path=self.path / saved["path"])
 
     def remove_checkpoints(
         self, *steps: int, force: bool = False, progress: WorkProgress | None = None
@@ -1100,9 +1101,10 @@ class Checkpoint:
         *,
         best: bool = False,
         warn: Callable[[str], None] | None = None,
+        path: Path | None = None,
     ) -> None:
         self.run = run
-        self._step, self._best, self._warn = step, best, warn
+        self._step, self._best, self._warn, self._path = step, best, warn, path
 
     def __repr__(self) -> str:
         which = "best" if self._best else "newest" if self._step is None else f"step {self._step:,}"
@@ -1117,6 +1119,8 @@ class Checkpoint:
         """
         from trainctl.runs.checkpoint_selection import candidates
 
+        if self._path is not None:  # of a record: a run that goes on may remove it
+            return self._path
         return candidates(self.run.paths, step=self._step, best=self._best)[0]
 
     @property
