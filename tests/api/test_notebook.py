@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 import trainctl
 
-FILE = Path(__file__).parents[2] / "docs" / "examples" / "trainctl.ipynb"
+(FILE,) = (Path(__file__).parents[2] / "docs" / "examples").glob("*.ipynb")
 
 
 def read() -> Any:
