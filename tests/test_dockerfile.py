@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import venv
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,9 +122,23 @@ def test_the_devcontainer_is_a_stage() -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
+def add_packages_of_the_tests(environment: Path, folder: Path) -> None:
+    """Let an environment read the packages of the tests, except trainctl, without changing them."""
+    folder.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if "trainctl" not in path.name:
+            (folder / path.name).symlink_to(path)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(f"{folder}\n")
+
+
 @pytest.mark.slow
 def test_the_steps_make_a_wheel_that_installs(tmp_path: Path) -> None:
-    """COPY and RUN of the stage `wheel`, then the installation, with the versions of the tests."""
+    """COPY and RUN of the stage `wheel`, then the installation.
+
+    The stage runs in an empty environment. The installation finds the packages of the tests there,
+    except trainctl.
+    """
     environment, source = tmp_path / "environment", tmp_path / "source"
     venv.create(environment, with_pip=True)
     variables = {
@@ -144,6 +159,8 @@ def test_the_steps_make_a_wheel_that_installs(tmp_path: Path) -> None:
                 shutil.copy(ROOT / origin, place)
     install = next(run for run in STAGES["installed"].values("RUN") if "EXTRAS" in run)
     for value in (*STAGES["wheel"].values("RUN"), install):
+        if value is install:
+            add_packages_of_the_tests(environment, tmp_path / "linked")
         subprocess.run(["sh", "-ec", FLAGS.sub("", value)], cwd=source, env=variables, check=True)
     chosen = ("data=parquet", "data.paths=[a.parquet]")
     done = subprocess.run(

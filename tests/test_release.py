@@ -75,6 +75,7 @@ def test_what_cannot_be_built_changes_nothing(repository: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it installs torch, without and with other tests beside it
 def test_a_release_of_this_repository(tmp_path: Path) -> None:
     """A clone of it, so of what is committed."""
     folder, version = tmp_path / "clone", "99.0.0-rc.1"
