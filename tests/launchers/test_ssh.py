@@ -30,7 +30,7 @@ from trainctl.launchers.host_checks import HostGroup, check_hosts, host_problems
 from trainctl.launchers.host_probe import HostReport, probe_hosts
 from trainctl.launchers.interface import AttemptRequest
 from trainctl.launchers.processes import shell_line, ssh_command
-from trainctl.launchers.rank_command import not_forwarded
+from trainctl.launchers.rank_command import unforwarded_variable_findings
 from trainctl.launchers.ssh import render
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plans.types import RunPlan
@@ -369,10 +369,12 @@ def test_what_was_rendered_is_written(tmp_path: Path) -> None:
 def test_a_variable_that_is_set_here_and_not_carried_is_named() -> None:
     plan = make_plan()
     shell = {"NCCL_DEBUG": "INFO", "UCX_TLS": "rc", "HOME": "/root", "LD_PRELOAD": "x.so"}
-    first, second = not_forwarded(plan, shell)
+    first, second = unforwarded_variable_findings(plan, shell)
     assert first.message == "LD_PRELOAD is set here, and ranks on other hosts do not get it"
     assert second.message == "UCX_TLS is set here, and ranks on other hosts do not get it"
     assert "add UCX_TLS to launcher.forward_environment" in second.hint
     assert not second.is_error
     plan.config.launcher.environment["LD_PRELOAD"] = "y.so"
-    assert [finding.message for finding in not_forwarded(plan, shell)] == [second.message]
+    assert [finding.message for finding in unforwarded_variable_findings(plan, shell)] == [
+        second.message
+    ]

@@ -199,7 +199,7 @@ def user_code_folder(config: RunConfig, run: RunPaths) -> Path | None:
     return where
 
 
-def not_forwarded(plan: RunPlan, shell: Mapping[str, str]) -> list[Finding]:
+def unforwarded_variable_findings(plan: RunPlan, shell: Mapping[str, str]) -> list[Finding]:
     """Return warnings about variables of this shell that remote ranks may need and do not get."""
     launcher = plan.config.launcher
     taken = {*select_variables(shell, launcher.forward_environment), *launcher.environment}

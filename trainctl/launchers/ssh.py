@@ -23,8 +23,8 @@ from trainctl.launchers.interface import AttemptRequest, LaunchRequest, Outcome,
 from trainctl.launchers.processes import Process, ssh_command, start_with_pdeathsig
 from trainctl.launchers.rank_command import (
     attempt_command,
-    not_forwarded,
     rank_variables,
+    unforwarded_variable_findings,
     user_code_folder,
 )
 from trainctl.options.launcher import section_of
@@ -62,7 +62,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
         for found in loggers_are_installed(plan.config, plan.hardware)
         if isinstance(found, Finding)
     ]
-    return [*here, *findings, *not_forwarded(plan, os.environ)]
+    return [*here, *findings, *unforwarded_variable_findings(plan, os.environ)]
 
 
 def render(request: AttemptRequest, *, group: HostGroup | None = None) -> RenderedLaunch:

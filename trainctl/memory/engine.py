@@ -225,7 +225,7 @@ class EngineMemory:
         if self.stage == 0 and update.by_tensor:
             at_once = group.largest
         whole = max(group.largest, group.largest_whole) if update.whole_tensors else group.largest
-        return update.bytes(at_once, whole)
+        return update.temporary_bytes(at_once, whole)
 
     def device_share_of_offload(self, groups: tuple[Group, ...]) -> float:
         """Return the fraction of an offloaded optimizer that stays on the device. It is whole

@@ -170,4 +170,4 @@ def _update_copy_bytes(rank: RankMemory, update: Update) -> int:
     """Return the bytes of the update's temporary copies."""
     largest = rank.engine.share(rank.stage.largest)
     group = max((rank.engine.share(each.elements) for each in rank.groups), default=0)
-    return update.bytes(largest if update.by_tensor else group, largest)
+    return update.temporary_bytes(largest if update.by_tensor else group, largest)

@@ -255,15 +255,15 @@ def _download(name: str, commit: str | None, patterns: tuple[str, ...], key: str
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise _not_here(name, "huggingface_hub is not installed", key) from None
+        raise _not_found_error(name, "huggingface_hub is not installed", key) from None
     try:
         return str(snapshot_download(name, revision=commit, allow_patterns=list(patterns)))
     except Exception as error:  # from the library, its HTTP client or the network
         words = str(error).strip().splitlines() or [type(error).__name__]
-        raise _not_here(name, words[0][:160], key) from None
+        raise _not_found_error(name, words[0][:160], key) from None
 
 
-def _not_here(name: str, why: str, key: str) -> TrainctlError:
+def _not_found_error(name: str, why: str, key: str) -> TrainctlError:
     return TrainctlError(
         f"{name} is no directory here, and cannot be fetched from the Hugging Face hub ({why})",
         hint=f"where there is a network: `hf download {name} --local-dir DIR` (`hf auth login` "

@@ -157,17 +157,15 @@ def split_files(config: DataConfig) -> TextFiles:
         return TextFiles(files, [])
     if len(files) == 1:
         return TextFiles(files, [], by_document=True)
-    root = os.path.commonpath([_path_with_urls(file).parent for file in files])
-    by_hash = sorted(
-        files, key=lambda file: digest_of(str(_path_with_urls(file).relative_to(root)))
-    )
+    root = os.path.commonpath([_rooted_path(file).parent for file in files])
+    by_hash = sorted(files, key=lambda file: digest_of(str(_rooted_path(file).relative_to(root))))
     count = max(1, round(len(files) * config.held_out_fraction))
     return TextFiles(
         sorted(by_hash[count:], key=file_sort_key), sorted(by_hash[:count], key=file_sort_key)
     )
 
 
-def _path_with_urls(file: File) -> PurePath:
+def _rooted_path(file: File) -> PurePath:
     """Return the path of a file, with URLs placed under the root."""
     return file if isinstance(file, Path) else PurePosixPath("/", str(file))
 

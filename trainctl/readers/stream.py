@@ -107,7 +107,7 @@ def detect_compression(head: bytes) -> tuple[str, Callable[[], _Decompressor]] |
 
 
 class _Decompressor:
-    """Decompressor of consecutive streams: `begin` each, then `step` until it has ended."""
+    """Decompressor of consecutive streams: `begin` each, then `decompress` until it has ended."""
 
     padding = b""
     """Bytes that may fill a file after its last stream."""
@@ -120,7 +120,7 @@ class _Decompressor:
     def begin(self) -> None:
         raise NotImplementedError
 
-    def step(self, packed: bytes) -> Step:
+    def decompress(self, packed: bytes) -> Step:
         """Decompress some of the input; an empty input flushes bytes that are held back."""
         raise NotImplementedError
 
@@ -131,7 +131,7 @@ class _Gzip(_Decompressor):
     def begin(self) -> None:
         self._stream = zlib.decompressobj(wbits=31)
 
-    def step(self, packed: bytes) -> Step:
+    def decompress(self, packed: bytes) -> Step:
         found = self._stream.decompress(packed, _OUT)
         rest = self._stream.unused_data if self._stream.eof else self._stream.unconsumed_tail
         return found, rest, self._stream.eof
@@ -152,7 +152,7 @@ class _Buffered(_Decompressor):
     def begin(self) -> None:
         self._stream = self._make()
 
-    def step(self, packed: bytes) -> Step:
+    def decompress(self, packed: bytes) -> Step:
         found = self._stream.decompress(packed, _OUT)
         return found, self._stream.unused_data, self._stream.eof
 
@@ -165,7 +165,7 @@ class _Zstd(_Decompressor):
         whole = self._package.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
         self._stream = whole.decompressobj()
 
-    def step(self, packed: bytes) -> Step:
+    def decompress(self, packed: bytes) -> Step:
         found = self._stream.decompress(packed[:_ZSTD_IN])
         return found, self._stream.unused_data + packed[_ZSTD_IN:], self._stream.eof
 
@@ -209,7 +209,7 @@ class _DecompressedStream(io.RawIOBase):
                 self._bytes_in += len(self._rest)
                 is_over = not self._rest
             try:
-                found, self._rest, has_ended = self._unpack.step(self._rest)
+                found, self._rest, has_ended = self._unpack.decompress(self._rest)
             except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
                 raise self._broken_error(error) from None
             except Exception as error:

@@ -229,13 +229,13 @@ def _section_meaning(section: _Section) -> Meaning:
         elif label == "*What to do":
             found = replace(found, cure=_plain_text(rest))
         elif prose.startswith("- `"):
-            found = replace(found, fields=_fields(prose.splitlines()))
+            found = replace(found, fields=_listed_fields(prose.splitlines()))
         else:
             found = replace(found, meaning=_plain_text(prose))
     return replace(found, kind=f"{RULE}, {found.severity}") if found.kind == RULE else found
 
 
-def _fields(lines: Iterable[str]) -> dict[str, str]:
+def _listed_fields(lines: Iterable[str]) -> dict[str, str]:
     """Return the fields that a list names, several of them in an item, with their meaning."""
     items = filter(None, map(_ITEM.fullmatch, lines))
     return {

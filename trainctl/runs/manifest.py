@@ -371,7 +371,7 @@ def _is_model(value: Any) -> bool:
     )
 
 
-def _is_base(value: Any) -> bool:
+def _is_frozen_base(value: Any) -> bool:
     """Return True for the origin of frozen weights: a seed, a directory, or a checkpoint."""
     if type(value) is not dict:
         return False
@@ -418,7 +418,7 @@ _OPTIONAL: dict[str, Check] = {
     "ema": _empty_or_has("steps"),
     "learning_rate": _is_learning_rate,
     "buffers": _list_of(_is_buffer),
-    "base": _is_base,
+    "base": _is_frozen_base,
     "adapter": lambda value: type(value) is dict and all(map(_is_text, value)),
     "multipliers": lambda value: bool(value) and _empty_or_has("output", "attention")(value),
 }

@@ -98,7 +98,7 @@ def wanted_values(case: Case) -> ConvertedKeys:
     _import_offload(case, modes, wanted)
     _import_precision(case, modes, wanted)
     _import_recomputation(case, wanted)
-    _left_open(case, wanted)
+    _record_unset_autos(case, wanted)
     if case.tensor_size > 1:
         wanted.take("tensor_parallel.autotp_size", "parallelism.tensor", case.tensor_size)
     sequence = case.get("sequence_parallel_size")
@@ -109,7 +109,7 @@ def wanted_values(case: Case) -> ConvertedKeys:
     return wanted
 
 
-def _left_open(case: Case, wanted: ConvertedKeys) -> None:
+def _record_unset_autos(case: Case, wanted: ConvertedKeys) -> None:
     """Record each unfilled "auto" as left out: trainctl's own value holds."""
     for name in autos(case):
         if name in HF_AUTO_KEYS:

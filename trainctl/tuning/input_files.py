@@ -74,7 +74,7 @@ def check_model_files(config: RunConfig) -> list[Finding]:
     if not folder.exists():
         return []
     if is_run_or_checkpoint(folder):
-        return list(_warn_of_rotation(config, folder))
+        return list(_warn_of_checkpoint_removal(config, folder))
     other = _other_task(folder)
     if other is not None:
         return [other]
@@ -139,7 +139,7 @@ def _other_task(folder: Path) -> Finding | None:
     return None if found is None else replace(found, key="model.initial_weights")
 
 
-def _warn_of_rotation(config: RunConfig, folder: Path) -> Iterator[Finding]:
+def _warn_of_checkpoint_removal(config: RunConfig, folder: Path) -> Iterator[Finding]:
     """Yield a warning if frozen weights exist only in a checkpoint that its run may remove."""
     folder = folder.resolve()
     run = folder if (folder / "checkpoints").is_dir() else folder.parent.parent

@@ -67,7 +67,7 @@ def time_and_cost_of(
         "device_hours_to_come": hours_left,
         "steps_to_come": left,
         "seconds_to_come": seconds_left,
-        "tokens": _finite(steps.last("tokens")),
+        "tokens": _finite_or_none(steps.last("tokens")),
         "tokens_to_come": _tokens_left(steps, left),
         "parts": _step_parts(steps),
     }
@@ -114,7 +114,7 @@ def _tokens_left(steps: GrowingColumns, left: int | None) -> float | None:
     tokens = steps["tokens"][-RECENT_STEPS:]
     if left is None or len(tokens) < 2:
         return None
-    return _finite(left * (tokens[-1] - tokens[0]) / (len(tokens) - 1))
+    return _finite_or_none(left * (tokens[-1] - tokens[0]) / (len(tokens) - 1))
 
 
 def _step_parts(steps: GrowingColumns) -> dict[str, float]:
@@ -127,7 +127,7 @@ def _step_parts(steps: GrowingColumns) -> dict[str, float]:
     return sums
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 

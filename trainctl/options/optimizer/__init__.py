@@ -56,9 +56,10 @@ class Update:
     at_most: int | None = None
     """Elements of a parameter that are updated at once; None means all."""
 
-    def bytes(self, at_once: int, largest: int) -> int:
-        """Return the bytes of an update of `at_once` elements with a largest parameter of
-        `largest`.
+    def temporary_bytes(self, at_once: int, largest: int) -> int:
+        """Return the bytes of the temporaries of an update of `at_once` elements.
+
+        `largest` is the size of the largest parameter.
         """
         part = largest if self.whole_tensors else min(largest, at_once, self.at_most or largest)
         return max(each * at_once + tensor * part for each, tensor in self.moments)

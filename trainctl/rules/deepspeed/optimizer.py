@@ -171,7 +171,7 @@ def the_optimizer_has_a_kernel(case: Case) -> Iterator[Problem]:
     refused="runtime/engine.py",
     example={"optimizer": {"type": "Lamb", "params": {}}, "fp16": {"loss_scale": 128}},
 )
-def lamb_adapts_its_loss_scale(case: Case) -> Iterator[Problem]:
+def lamb_has_adaptive_loss_scale(case: Case) -> Iterator[Problem]:
     """LAMB in fp16 uses an adaptive loss scale.
 
     DeepSpeed's LAMB in fp16 supports an adaptive loss scale only.

@@ -52,7 +52,7 @@ def copies_can_be_found(draft: Draft) -> Iterator[Problem]:
     example=f"recipe=tiny {TWO_SOURCES} data.dedup=exact data.dedup_precedence=[prsoe]",
     files=TEXT,
 )
-def precedence_knows_its_sources(draft: Draft) -> Iterator[Problem]:
+def precedence_names_existing_sources(draft: Draft) -> Iterator[Problem]:
     """data.dedup_precedence names existing sources.
 
     Of copies in several sources the one in the first of data.dedup_precedence stays.

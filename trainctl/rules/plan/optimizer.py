@@ -147,7 +147,7 @@ on_json(
 
 on_json(
     "TC055",
-    json_optimizer.lamb_adapts_its_loss_scale,
+    json_optimizer.lamb_has_adaptive_loss_scale,
     arguments="recipe=tiny optimizer=lamb precision=fp16 precision.loss_scale=128 script=train.py",
     files={"train.py": ""},
 )

@@ -229,14 +229,14 @@ def _write_resized_file(
         def pieces() -> Iterator[torch.Tensor]:
             for name in layout:
                 if name in sizes:
-                    yield from _grown_rows(opened.get_slice(name), grown)
+                    yield from _rows_with_new_tokens(opened.get_slice(name), grown)
                 else:
                     yield opened.get_tensor(name)
 
         write_stream(made, layout, pieces(), {"format": "pt"})
 
 
-def _grown_rows(stored: Any, grown: AddedTokens) -> Iterator[torch.Tensor]:
+def _rows_with_new_tokens(stored: Any, grown: AddedTokens) -> Iterator[torch.Tensor]:
     """Yield the rows of a tensor with the new tokens' rows, at most `ROWS` at a time."""
     first = min(grown.rows_before, *grown.ids.values())
     total = sum(stored[a : min(a + ROWS, first)].double().sum(0) for a in range(0, first, ROWS))

@@ -125,10 +125,10 @@ class Recompute:
                 hidden,
                 *others,
                 use_reentrant=False,
-                context_fn=self._both,
+                context_fn=self._context_pair,
             )
 
-    def _both(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _context_pair(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = self.contexts()
         return first, _mark_recomputing(again)
 

@@ -24,7 +24,7 @@ from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.parallel.routers import Routers
 from trainctl.train.parallel.tensor import (
     Vocabulary,
-    gather_vocabulary,
+    gather_logits,
     vocabulary_parallel_cross_entropy,
 )
 
@@ -106,7 +106,7 @@ class LossModule(nn.Module):
 
     def full_vocab_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of the whole vocabulary; without a gradient if it is split."""
-        return logits if self._vocabulary is None else gather_vocabulary(logits, self._vocabulary)
+        return logits if self._vocabulary is None else gather_logits(logits, self._vocabulary)
 
 
 class LanguageModel(LossModule):

@@ -151,12 +151,12 @@ def tensor_parallel_shares(model: PreTrainedModel) -> dict[str, int]:
         for region in where.regions:
             if has_parts(block, region.module, (*region.columns, region.row)):
                 module = block.get_submodule(region.module)
-                shares |= _shares_in(module, region, model.config.num_attention_heads)
+                shares |= _units_by_parameter(module, region, model.config.num_attention_heads)
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names[parameter]: count for parameter, count in shares.items()} if where.regions else {}
 
 
-def _shares_in(module: Any, region: Region, heads: int) -> dict[nn.Parameter, int]:
+def _units_by_parameter(module: Any, region: Region, heads: int) -> dict[nn.Parameter, int]:
     """Return the number of units of each parameter in one region."""
     row = getattr(module, region.row)
     if region.is_experts:

@@ -207,7 +207,7 @@ def vocabulary_parallel_cross_entropy(
     return found
 
 
-def gather_vocabulary(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+def gather_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     """Return the logits of the whole vocabulary on all tensor ranks, without a gradient."""
     padded = F.pad(logits.detach(), (0, vocabulary.share - vocabulary.count))
     return all_gather(padded, vocabulary.axis, dim=-1)[..., : vocabulary.size]
