@@ -16,7 +16,7 @@ import pytest
 from trainctl.config.schema import Accelerator, DataType, HardwareConfig, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity
 from trainctl.hardware import detect, resolve_hardware
-from trainctl.hardware.devices import devices_exist as devices_here
+from trainctl.hardware.devices import check_devices as devices_here
 
 H100 = "{i}, GPU-{i}aaa-1, NVIDIA H100 80GB HBM3, 81559, 9.0"
 T4 = "{i}, GPU-{i}bbb-1, Tesla T4, 15360, 7.5"

@@ -97,7 +97,7 @@ def test_every_rule_of_the_machine_has_one_place() -> None:
 
 
 def test_extras_that_a_plan_needs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(packages.extras_are_installed(config(), CPU)) == []
+    assert list(packages.check_extras(config(), CPU)) == []
     gone = {"liger_kernel", "bitsandbytes", "gcsfs", "wandb"}
     monkeypatch.setattr(
         packages, "find_spec", lambda name: None if name in gone else find_spec("csv")
@@ -112,7 +112,7 @@ def test_extras_that_a_plan_needs_are_named(monkeypatch: pytest.MonkeyPatch) -> 
         "data=files",
         "data.paths=[gs://bucket/*.jsonl.zst,file:///there/*.txt]",
     )
-    found = list(packages.extras_are_installed(chosen, CPU))
+    found = list(packages.check_extras(chosen, CPU))
     facts = [each.partition(" ")[0] for each in found if isinstance(each, str)]
     assert facts == ["data", "eval", "finetune", "fp8", "gcs", "liger", "wandb"]
     assert "gcs (gcsfs missing)" in found
@@ -126,7 +126,7 @@ def test_extras_that_a_plan_needs_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_source_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     chosen = config("data.sources={rows: {kind: parquet, paths: [a.parquet], weight: 1}}")
-    finding = only(packages.extras_are_installed(chosen, CPU))
+    finding = only(packages.check_extras(chosen, CPU))
     assert finding.message.startswith("data.sources.rows.kind=parquet needs pyarrow")
     assert finding.hint == "pip install 'trainctl[data]'"
 
@@ -134,14 +134,14 @@ def test_a_source_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_logger_imports_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = config("logging.to=[csv,wandb]")
     monkeypatch.setattr(logger, "find_spec", lambda module: find_spec("csv"))
-    assert list(packages.loggers_are_installed(chosen, CPU)) == ["csv, wandb"]
+    assert list(packages.check_loggers(chosen, CPU)) == ["csv, wandb"]
     monkeypatch.setattr(logger, "find_spec", lambda module: None)
-    finding = only(packages.loggers_are_installed(chosen, CPU))
+    finding = only(packages.check_loggers(chosen, CPU))
     assert (finding.rule, finding.key) == ("TC124", "logging.to")
     assert "'trainctl[wandb]'" in finding.hint
-    assert list(packages.loggers_are_installed(config(), CPU)) == ["tensorboard"]
+    assert list(packages.check_loggers(config(), CPU)) == ["tensorboard"]
     elsewhere = config("logging.to=[csv,wandb]", f"logging.python={sys.base_prefix}/bin/python3")
-    finding = only(packages.loggers_are_installed(elsewhere, CPU))
+    finding = only(packages.check_loggers(elsewhere, CPU))
     assert finding.key == "logging.python" and "wandb" in finding.message
 
 
@@ -170,7 +170,7 @@ def test_versions_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.Mo
     put_package(tmp_path, "torch", "2.1.0+cu118")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     found = [
-        each for each in packages.requirements_are_met(config(), CPU) if isinstance(each, Finding)
+        each for each in packages.check_requirements(config(), CPU) if isinstance(each, Finding)
     ]
     assert [(f.rule, f.message, f.hint) for f in found] == [
         (
@@ -214,7 +214,7 @@ def test_torch_and_the_device(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     put_gpus(tools, "9.0")
     hardware = Hardware(name="x", accelerator=accelerator, nodes=1, devices_per_node=1)
-    found = list(packages.torch_matches_the_device(config(), hardware))
+    found = list(packages.check_torch_build(config(), hardware))
     if message:
         assert only(found).rule == "TC125" and message in only(found).message
     else:
@@ -244,7 +244,7 @@ def test_devices_that_the_variable_names(
         overrides = [f'launcher.environment.CUDA_VISIBLE_DEVICES="{value}"']
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    found = list(devices.visible_devices_exist(config(*overrides), CUDA))
+    found = list(devices.check_visible_devices(config(*overrides), CUDA))
     if message:
         finding = only(found)
         assert finding.rule == "TC133" and message in finding.message
@@ -261,7 +261,7 @@ def test_the_format_of_the_device(tools: Any, compute: str, capability: str, is_
     put_gpus(tools, "9.0", capability)
     made = config()
     made.precision = new_section("precision", compute)
-    found = list(devices.devices_support_format(made, CUDA))
+    found = list(devices.check_number_formats(made, CUDA))
     assert rules(found) == ([] if is_able else ["TC134"])
     if not is_able:
         assert f"(device 1) does not compute in {compute}" in only(found).message
@@ -290,7 +290,7 @@ def test_the_formats_of_a_processor(
         slow = compute != "fp32" and "bf16" in lacking
         for script in (None, "train.py"):
             made.script = script
-            found = list(devices.devices_support_format(made, CPU))
+            found = list(devices.check_number_formats(made, CPU))
             assert rules(found) == (["TC372"] if slow and script else [])
 
 
@@ -325,7 +325,7 @@ def test_packages_that_every_process_compiles(
         monkeypatch.setattr(packages.os, "access", lambda *_: False)
     source.parent.chmod(mode)
     try:
-        found = list(packages.bytecode_is_cached(config(), CPU))
+        found = list(packages.check_bytecode_cache(config(), CPU))
     finally:
         source.parent.chmod(0o755)
     if said:
@@ -355,15 +355,15 @@ def test_root_hears_of_a_cache_in_another_users_folder(
 
     monkeypatch.setattr(Path, "stat", stat)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert list(storage.root_caches_are_protected(config(), CPU)) == []
+    assert list(storage.check_root_caches(config(), CPU)) == []
     owners[tmp_path / "cache"] = 65534  # where torch's operators will be
-    finding = only(storage.root_caches_are_protected(config(), CPU))
+    finding = only(storage.check_root_caches(config(), CPU))
     assert (finding.rule, finding.severity) == ("TC460", Severity.warning)
     assert f"{tmp_path / 'cache' / 'torch_extensions'}, and {tmp_path / 'cache'}" in finding.message
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
-    assert len(list(storage.root_caches_are_protected(config(), CPU))) == 2
+    assert len(list(storage.check_root_caches(config(), CPU))) == 2
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert list(storage.root_caches_are_protected(config(), CPU)) == []
+    assert list(storage.check_root_caches(config(), CPU)) == []
 
 
 # ---------------------------------------------------------------- builds
@@ -407,19 +407,17 @@ def test_what_was_compiled_before_is_not_needed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_machine_without_compilers(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = config("offload=cpu")
-    assert list(builds.compiler_is_installed(config(), CPU)) == []
-    (finding,) = builds.compiler_is_installed(made, CPU)
+    assert list(builds.check_compiler(config(), CPU)) == []
+    (finding,) = builds.check_compiler(made, CPU)
     assert isinstance(finding, Finding) and finding.rule == "TC126"
     assert "compile cpu_adam" in finding.message and "C++ compiler (c++)" in finding.message
     monkeypatch.setattr(builds.sysconfig, "get_path", lambda name: "/nowhere")
     monkeypatch.setattr(builds.sys, "executable", "/nowhere/bin/python")
-    hints = [
-        each.hint for each in builds.compiler_is_installed(made, CPU) if isinstance(each, Finding)
-    ]
+    hints = [each.hint for each in builds.check_compiler(made, CPU) if isinstance(each, Finding)]
     assert hints == ["apt install g++", "pip install ninja", "apt install python3-dev"]
     monkeypatch.setenv("CXX", "my-c++")
     tools("my-c++", "exit 0")
-    assert len(rules(builds.compiler_is_installed(made, CPU))) == 2
+    assert len(rules(builds.check_compiler(made, CPU))) == 2
 
 
 def test_ninja_must_be_a_program_that_ranks_find(
@@ -432,14 +430,12 @@ def test_ninja_must_be_a_program_that_ranks_find(
     python = tmp_path / "environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     monkeypatch.setattr(builds.sys, "executable", str(python))
-    assert (
-        only(builds.compiler_is_installed(config("offload=cpu"), CPU)).hint == "pip install ninja"
-    )
+    assert only(builds.check_compiler(config("offload=cpu"), CPU)).hint == "pip install ninja"
     # That of the environment is found although the environment is not activated.
     ninja = python.with_name("ninja")
     ninja.write_text("")
     ninja.chmod(0o755)
-    assert rules(builds.compiler_is_installed(config("offload=cpu"), CPU)) == []
+    assert rules(builds.check_compiler(config("offload=cpu"), CPU)) == []
     assert shutil.which("ninja", path=builds.tools_path()) == str(ninja)
 
 
@@ -452,21 +448,21 @@ def test_the_lock_of_a_killed_build_is_found(
     lock.parent.mkdir(parents=True)
     wants = config("offload=cpu")
     with lock.open("w"):
-        assert list(builds.no_stale_build_locks(wants, CPU)) == []  # torch holds it while it builds
+        assert list(builds.check_build_locks(wants, CPU)) == []  # torch holds it while it builds
     with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as builder:
         try:
-            assert list(builds.no_stale_build_locks(wants, CPU)) == []  # somebody works there
+            assert list(builds.check_build_locks(wants, CPU)) == []  # somebody works there
         finally:
             builder.kill()
-    (finding,) = builds.no_stale_build_locks(wants, CPU)
+    (finding,) = builds.check_build_locks(wants, CPU)
     assert isinstance(finding, Finding)
     assert (finding.rule, finding.key, finding.hint) == ("TC137", "offload.optimizer", f"rm {lock}")
-    assert list(builds.no_stale_build_locks(config(), CPU)) == []  # nothing that is needed
+    assert list(builds.check_build_locks(config(), CPU)) == []  # nothing that is needed
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1]))
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    assert len(list(builds.no_stale_build_locks(wants, CPU))) == 1
+    assert len(list(builds.check_build_locks(wants, CPU))) == 1
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parents[1].with_name("of_another_user")))
-    assert list(builds.no_stale_build_locks(wants, CPU)) == []
+    assert list(builds.check_build_locks(wants, CPU)) == []
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
@@ -476,8 +472,8 @@ def test_a_program_is_really_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not builds.can_link("#include <no_such_header.h>\nint main() { return 0; }\n")
     monkeypatch.setattr(builds, "can_link", lambda *_: False)
     made = config("offload=nvme", "zero_stage=3")
-    assert only(builds.libaio_is_installed(made, CPU)).rule == "TC127"
-    assert list(builds.libaio_is_installed(config("offload=cpu"), CPU)) == []
+    assert only(builds.check_libaio(made, CPU)).rule == "TC127"
+    assert list(builds.check_libaio(config("offload=cpu"), CPU)) == []
 
 
 @pytest.mark.parametrize(
@@ -502,11 +498,11 @@ def test_the_toolkit_and_torch(
     if release:
         monkeypatch.delenv("CUDA_HOME")
         tools("nvcc", f'echo "Cuda compilation tools, release {release}, V{release}.1"')
-    found = list(builds.toolkit_matches_torch(config(*overrides), CUDA))
+    found = list(builds.check_cuda_toolkit(config(*overrides), CUDA))
     assert rules(found) == ([rule] if rule else [])
     if rule and release:
         monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
-        assert list(builds.toolkit_matches_torch(config(*overrides), CUDA)) == []
+        assert list(builds.check_cuda_toolkit(config(*overrides), CUDA)) == []
 
 
 # ---------------------------------------------------------------- limits
@@ -516,14 +512,14 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     space = shutil.disk_usage("/")
     small = space._replace(total=64 * 2**20, free=60 * 2**20)
     monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda path: small)
-    finding = only(host_checks.shared_memory_is_large(config(), CPU))
+    finding = only(host_checks.check_shared_memory(config(), CPU))
     assert finding.rule == "TC129" and not finding.is_error
     assert "60 of 64 MiB free; 2 processes may need 128" in finding.message
     alone = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=1)
-    assert list(host_checks.shared_memory_is_large(config(), alone)) == []
+    assert list(host_checks.check_shared_memory(config(), alone)) == []
     monkeypatch.undo()
     monkeypatch.setattr(host_checks, "SHARED_MEMORY", tmp_path / "none")
-    assert only(host_checks.shared_memory_is_large(config(), CPU)).is_error
+    assert only(host_checks.check_shared_memory(config(), CPU)).is_error
 
 
 def test_locked_memory() -> None:
@@ -531,10 +527,10 @@ def test_locked_memory() -> None:
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 * 2**20, before[1]))
     try:
-        assert list(host_checks.memory_can_be_locked(config(), CPU)) == []
-        finding = only(host_checks.memory_can_be_locked(nvme, CPU))
+        assert list(host_checks.check_locked_memory(config(), CPU)) == []
+        finding = only(host_checks.check_locked_memory(nvme, CPU))
         assert finding.rule == "TC130" and "at most 4.0 MiB" in finding.message
-        assert "InfiniBand" in only(host_checks.memory_can_be_locked(config(), NODES)).message
+        assert "InfiniBand" in only(host_checks.check_locked_memory(config(), NODES)).message
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
@@ -549,7 +545,7 @@ def test_host_memory() -> None:
             devices_per_node=1,
             host_memory_bytes=planned,
         )
-        assert rules(host_checks.host_memory_suffices(config(), hardware)) == rule
+        assert rules(host_checks.check_host_memory(config(), hardware)) == rule
 
 
 # ---------------------------------------------------------------- storage
@@ -557,13 +553,13 @@ def test_host_memory() -> None:
 
 def nvme_findings(folder: Path) -> list[Any]:
     made = config("offload=nvme", "zero_stage=3", f"offload.nvme_path={folder}")
-    return list(storage.nvme_reads_back_writes(made, CPU))
+    return list(storage.check_nvme(made, CPU))
 
 
 def test_a_folder_is_written_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rules(nvme_findings(tmp_path)) == [] or "tmpfs" in only(nvme_findings(tmp_path)).message
     assert list(tmp_path.iterdir()) == []
-    assert list(storage.nvme_reads_back_writes(config(), CPU)) == []
+    assert list(storage.check_nvme(config(), CPU)) == []
     assert "does not exist" in only(nvme_findings(tmp_path / "none")).message
     (tmp_path / "file").write_text("")
     assert "is not a folder" in only(nvme_findings(tmp_path / "file")).message
@@ -621,9 +617,9 @@ def test_interfaces(
 ) -> None:
     for name in host_checks.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert list(host_checks.interfaces_exist(config(), CPU)) == []
+    assert list(host_checks.check_interfaces(config(), CPU)) == []
     monkeypatch.setenv(variable, value)
-    found = list(host_checks.interfaces_exist(config(), NODES))
+    found = list(host_checks.check_interfaces(config(), NODES))
     assert rules(found) == ([] if is_well else ["TC135"])
     if not is_well:
         assert "one of " in only(found).hint and "lo" in only(found).hint
@@ -644,6 +640,6 @@ def test_the_name_of_this_host(
         return address
 
     monkeypatch.setattr(host_checks.socket, "gethostbyname", look_up)
-    found = list(host_checks.interfaces_exist(config(), NODES))
+    found = list(host_checks.check_interfaces(config(), NODES))
     assert rules(found) == ([] if is_well else ["TC135"])
     assert os.environ.get("GLOO_SOCKET_IFNAME") is None

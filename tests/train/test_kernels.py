@@ -20,7 +20,7 @@ from trainctl.config.schema import (
 )
 from trainctl.errors import ExitCode
 from trainctl.hardware import Hardware
-from trainctl.hardware.packages import kernels_are_installed
+from trainctl.hardware.packages import check_kernels
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.kernels import apply_kernels
 from trainctl.train.models.model import blocks
@@ -101,7 +101,7 @@ def config_with(section, **values):
 
 def test_a_missing_package_is_named_with_what_does_without_it():
     config = config_with("model", attention=AttentionKind.flash_attention_2)
-    findings = list(kernels_are_installed(config, GPU))
+    findings = list(check_kernels(config, GPU))
     if find_spec("flash_attn") is not None:
         assert findings == []
         return
@@ -115,17 +115,13 @@ def test_compiling_for_a_cpu_needs_a_compiler(monkeypatch, tmp_path):
     config = config_with("kernels", compile=CompileKind.blocks)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    (finding,) = list(kernels_are_installed(config, CPU))
+    (finding,) = list(check_kernels(config, CPU))
     assert "C++ compiler" in finding.message
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
-    assert list(kernels_are_installed(config, CPU)) == []
+    assert list(check_kernels(config, CPU)) == []
 
 
 def test_a_plain_config_needs_nothing():
-    assert (
-        list(kernels_are_installed(RunConfig(), CPU))
-        == list(kernels_are_installed(RunConfig(), GPU))
-        == []
-    )
+    assert list(check_kernels(RunConfig(), CPU)) == list(check_kernels(RunConfig(), GPU)) == []

@@ -14,6 +14,7 @@ from trainctl.errors import Finding, TrainctlError
 from trainctl.models.directory import (
     NAMES,
     NO_SHAPE,
+    find_unusable_rope,
     is_hub_folder,
     is_hub_name,
     known_fields,
@@ -24,7 +25,6 @@ from trainctl.models.directory import (
     other_task_finding,
     path_finding,
     read_config,
-    unusable_rope,
 )
 from trainctl.models.tensors import has_pickled_weights, has_weights
 
@@ -81,7 +81,7 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
     called = {**NAMES, **{name: (name,) for name in own}}
     shape = {name: value for name, value in form.defaults.items() if name in called}
     shape |= known_fields(raw, called)
-    findings = [*missing_fields(path, shape), *unusable_rope(path, rope)]
+    findings = [*missing_fields(path, shape), *find_unusable_rope(path, rope)]
     accepted: dict[str, Any] = {}
     for name, value in shape.items():
         try:

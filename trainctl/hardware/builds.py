@@ -68,10 +68,10 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
 def build_problems(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Find everything that keeps DeepSpeed from compiling its operators on this machine."""
     checks = (
-        compiler_is_installed,
-        libaio_is_installed,
-        no_stale_build_locks,
-        toolkit_matches_torch,
+        check_compiler,
+        check_libaio,
+        check_build_locks,
+        check_cuda_toolkit,
     )
     found = (each for check in checks for each in check(config, hardware))
     return [each for each in found if isinstance(each, Finding)]
@@ -84,7 +84,7 @@ def _prebuilt_operators() -> dict[str, bool]:
     return dict(ast.literal_eval(found[1])) if found else {}
 
 
-def compiler_is_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_compiler(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a missing C++ compiler, ninja or Python.h, if operators have to be compiled."""
     operators = needed_operators(config, hardware)
     if not operators:
@@ -114,7 +114,7 @@ def tools_path() -> str:
     return os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)))
 
 
-def libaio_is_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_libaio(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a missing libaio: async_io needs its library and header."""
     key = needed_operators(config, hardware).get("async_io")
     if key is None or shutil.which(_extension_compiler()) is None:
@@ -130,7 +130,7 @@ def libaio_is_installed(config: RunConfig, hardware: Hardware) -> Iterator[str |
     )
 
 
-def no_stale_build_locks(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_build_locks(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find stale locks of killed builds.
 
     Every later build would wait for such a lock forever, silently (torch/utils/file_baton.py).
@@ -201,7 +201,7 @@ def build_folders(operator: str) -> list[Path]:
         return []
 
 
-def toolkit_matches_torch(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_cuda_toolkit(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a CUDA toolkit that is missing or of another major version than torch's.
 
     DeepSpeed refuses the latter (op_builder/builder.py).

@@ -47,7 +47,7 @@ def this_machine(devices: Sequence[Device] = ()) -> Machine:
     )
 
 
-def devices_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_devices(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find missing devices, or devices with less memory than planned."""
     machine = this_machine(_devices_of_plan(hardware))
     found = list(lacking_devices(hardware, machine, range(hardware.devices_per_node)))
@@ -105,7 +105,7 @@ def lacking_devices(
             )
 
 
-def visible_devices_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_visible_devices(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find entries of CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) that name no device, or one twice.
 
     CUDA silently ignores everything from the first unknown entry on.
@@ -142,7 +142,7 @@ def visible_devices_exist(config: RunConfig, hardware: Hardware) -> Iterator[str
         )
 
 
-def devices_support_format(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_number_formats(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find devices, or a CPU, that cannot compute in the plan's number format."""
     compute = precision_of(config.precision)
     for device in _devices_of_plan(hardware):

@@ -12,31 +12,31 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware import builds, devices, host_checks, packages, storage
 from trainctl.hardware.facts import Hardware
-from trainctl.hardware.packages import kernels_are_installed
+from trainctl.hardware.packages import check_kernels
 
 Check = Callable[[RunConfig, Hardware], Iterable[str | Finding]]
 """A check yields a text for what is well, and a finding for what is wrong."""
 
 CHECKS: tuple[tuple[str, Check], ...] = (
-    ("packages", packages.requirements_are_met),
-    ("extras", packages.extras_are_installed),
-    ("loggers", packages.loggers_are_installed),
-    ("bytecode", packages.bytecode_is_cached),
-    ("torch", packages.torch_matches_the_device),
-    ("devices", devices.devices_exist),
-    ("visible devices", devices.visible_devices_exist),
-    ("number formats", devices.devices_support_format),
-    ("kernels", kernels_are_installed),
-    ("compiler", builds.compiler_is_installed),
-    ("libaio", builds.libaio_is_installed),
-    ("unfinished builds", builds.no_stale_build_locks),
-    ("CUDA toolkit", builds.toolkit_matches_torch),
-    ("shared memory", host_checks.shared_memory_is_large),
-    ("locked memory", host_checks.memory_can_be_locked),
-    ("host memory", host_checks.host_memory_suffices),
-    ("NVMe", storage.nvme_reads_back_writes),
-    ("caches", storage.root_caches_are_protected),
-    ("network", host_checks.interfaces_exist),
+    ("packages", packages.check_requirements),
+    ("extras", packages.check_extras),
+    ("loggers", packages.check_loggers),
+    ("bytecode", packages.check_bytecode_cache),
+    ("torch", packages.check_torch_build),
+    ("devices", devices.check_devices),
+    ("visible devices", devices.check_visible_devices),
+    ("number formats", devices.check_number_formats),
+    ("kernels", check_kernels),
+    ("compiler", builds.check_compiler),
+    ("libaio", builds.check_libaio),
+    ("unfinished builds", builds.check_build_locks),
+    ("CUDA toolkit", builds.check_cuda_toolkit),
+    ("shared memory", host_checks.check_shared_memory),
+    ("locked memory", host_checks.check_locked_memory),
+    ("host memory", host_checks.check_host_memory),
+    ("NVMe", storage.check_nvme),
+    ("caches", storage.check_root_caches),
+    ("network", host_checks.check_interfaces),
 )
 """Names and checks in the order of their output."""
 

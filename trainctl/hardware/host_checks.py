@@ -28,7 +28,7 @@ is this much for a whole container.
 """
 
 
-def shared_memory_is_large(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_shared_memory(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a missing or too small `/dev/shm`.
 
     NCCL, gloo and data loaders of a node exchange data through it.
@@ -60,7 +60,7 @@ def shared_memory_is_large(config: RunConfig, hardware: Hardware) -> Iterator[st
     )
 
 
-def memory_can_be_locked(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_locked_memory(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a low limit of locked memory (ulimit -l).
 
     Memory registered with a network card, and memory pinned for NVMe, counts against it.
@@ -83,7 +83,7 @@ def memory_can_be_locked(config: RunConfig, hardware: Hardware) -> Iterator[str 
     )
 
 
-def host_memory_suffices(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_host_memory(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find host memory below the plan's budget, by the limit of this process."""
     machine = this_machine()
     found = list(lacking_memory(hardware, machine))
@@ -106,7 +106,7 @@ def lacking_memory(hardware: Hardware, machine: Machine) -> Iterator[Finding]:
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def interfaces_exist(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_interfaces(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find interfaces of NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME that are missing or down.
 
     With several nodes and neither variable set, the host's own name must not resolve to a loopback

@@ -48,7 +48,7 @@ import these packages.
 """
 
 
-def requirements_are_met(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_requirements(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find requirements of the packages that are missing, or installed in a wrong version."""
     yield from _check_packages_on_path(tuple(sys.path))
 
@@ -90,7 +90,7 @@ def _check_requirements() -> Iterator[str | Finding]:
         yield ", ".join(f"{name} {found}" for name, found in known if found)
 
 
-def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_loggers(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find packages that the loggers of `logging.to` import and that are not installed.
 
     Only the machine that sends to the loggers needs them.
@@ -105,7 +105,7 @@ def loggers_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str
     yield from filter(None, found)
 
 
-def extras_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_extras(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find packages of trainctl's extras that the plan needs and that are missing; import none.
 
     A fact names an extra and its packages, those of loggers included.
@@ -160,7 +160,7 @@ def _optional_modules(config: RunConfig) -> Iterator[tuple[str, str, tuple[str, 
             yield f"{place}.{key}", value, modules, ""
 
 
-def bytecode_is_cached(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_bytecode_cache(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find large packages whose bytecode cannot be cached: each process compiles them again."""
     for name, file in SLOW_TO_COMPILE.items():
         try:
@@ -186,7 +186,7 @@ def bytecode_is_cached(config: RunConfig, hardware: Hardware) -> Iterator[str | 
     yield "kept"
 
 
-def torch_matches_the_device(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_torch_build(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a build of torch for another kind of device, or a driver too old for it."""
     build = torch_build()
     if build is None:
@@ -265,7 +265,7 @@ COMPILERS = ("g++", "clang++", "c++")
 """Compilers that torch.compile looks for on a CPU, unless CXX names another."""
 
 
-def kernels_are_installed(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_kernels(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find missing packages and compilers that the plan's kernels need; imports none."""
     for key, value, needed, hint in _missing_packages(config, hardware):
         yield error_finding(

@@ -24,7 +24,7 @@ REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "
 """Types of file systems that other machines share."""
 
 
-def nvme_reads_back_writes(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_nvme(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find a faulty `offload.nvme_path`: write and read back a block, as DeepSpeed's async_io does.
 
     The block bypasses the page cache (O_DIRECT) where the file system allows it.
@@ -57,7 +57,7 @@ def nvme_reads_back_writes(config: RunConfig, hardware: Hardware) -> Iterator[st
     yield warning_finding("TC132", key, f"{folder} {what}", "name a folder of a local NVMe drive")
 
 
-def root_caches_are_protected(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+def check_root_caches(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
     """Find root's caches that another user can change: root loads text and operators from them."""
     if os.geteuid() != 0:
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainctl.config.hosts import Host
 from trainctl.errors import ExitCode, Finding, TrainctlError
-from trainctl.hardware.packages import loggers_are_installed
+from trainctl.hardware.packages import check_loggers
 from trainctl.launchers.attempts import PreparedAttempt, run_attempts
 from trainctl.launchers.elastic import ElasticPlanner
 from trainctl.launchers.host_checks import HostGroup, check_hosts, planned_hosts, unprobed_hosts
@@ -58,9 +58,7 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
         plan, planned_hosts(plan), folder, checkpoint_bytes, code_folder
     ).findings
     here = [
-        found
-        for found in loggers_are_installed(plan.config, plan.hardware)
-        if isinstance(found, Finding)
+        found for found in check_loggers(plan.config, plan.hardware) if isinstance(found, Finding)
     ]
     return [*here, *findings, *unforwarded_variable_findings(plan, os.environ)]
 

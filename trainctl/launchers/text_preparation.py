@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainctl.config.compose import ComposedConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.hardware.storage import root_caches_are_protected
+from trainctl.hardware.storage import check_root_caches
 from trainctl.launchers.planning import name_sources, plan_config
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.types import RunPlan
@@ -147,7 +147,7 @@ def check_text_settings(composed: ComposedConfig) -> list[Finding]:
         if finding.key.partition(".")[0] in ("data", "tokenizer") and finding.key != "data.stages"
     ]
     found = name_sources(composed, found)
-    caches = root_caches_are_protected(config, resolve_hardware(config.hardware))
+    caches = check_root_caches(config, resolve_hardware(config.hardware))
     found += [each for each in caches if isinstance(each, Finding)]
     if any(finding.is_error for finding in found):
         raise TrainctlError.from_findings(found)

@@ -135,11 +135,11 @@ AS_LANGUAGE_MODEL = (
 """Hint for a directory of another task."""
 
 
-def unusable_rope(path: Path, value: Any, key: str = "") -> Iterator[Finding]:
+def find_unusable_rope(path: Path, value: Any, key: str = "") -> Iterator[Finding]:
     """Find rotary parameters, at any depth, that make positions infinite or NaN."""
     if isinstance(value, dict):
         for name, item in value.items():
-            yield from unusable_rope(path, item, f"{key}.{name}".lstrip("."))
+            yield from find_unusable_rope(path, item, f"{key}.{name}".lstrip("."))
         if "low_freq_factor" in value and value["low_freq_factor"] == value.get("high_freq_factor"):
             message = f"{path}: {key} has one value for low_freq_factor and high_freq_factor"
             yield path_finding(NO_SHAPE, message, "high_freq_factor is the larger one, such as 4")
