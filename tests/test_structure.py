@@ -31,10 +31,7 @@ NAMING_FUNCTIONS = {
 """Modules that may name functions as `module:function`."""
 
 LONG_FUNCTIONS = {
-    "trainctl.cli.data_prepare:prepare": 62,
-    "trainctl.cli.evaluate:evaluate": 105,
-    "trainctl.cli.export:export": 65,
-    "trainctl.cli.report:report": 72,
+    "trainctl.cli.evaluate:evaluate": 89,
     "trainctl.data.sample_contents:read_samples": 61,
     "trainctl.memory.activations:block_activations": 74,
     "trainctl.rules.resolve:resolve": 80,

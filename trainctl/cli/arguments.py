@@ -79,7 +79,7 @@ AttemptOption = Annotated[
         "--attempt",
         metavar="N",
         min=1,
-        help="Of a run: as its attempt N was configured; else the newest that got going.",
+        help="Attempt of a run whose configuration to use; default: the newest that trained.",
         show_default=False,
     ),
 ]
@@ -88,7 +88,7 @@ ConfigDir = Annotated[
     typer.Option(
         "--config-dir",
         metavar="DIR",
-        help="Your own folder of conf/ and recipes/; the current folder is always searched.",
+        help="Folder with your own conf/ and recipes/; the current folder is always searched.",
         show_default=False,
         callback=register_config_dir,
     ),
@@ -108,7 +108,7 @@ Plot = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Also draw it: .png, .svg or .html.",
+        help="Also draw a chart into this .png, .svg or .html file.",
         show_default=False,
         callback=check_chart_file,
     ),
@@ -117,27 +117,36 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print plan, budget and commands; start nothing.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Start although the budget does not fit.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Start even if the memory budget does not fit.")
+]
 Verbose = Annotated[
     bool,
-    typer.Option("--verbose", "-v", help="Show the reasons in the plan, and the whole budget."),
+    typer.Option("--verbose", "-v", help="Show the plan's reasons and the whole memory budget."),
 ]
 Detach = Annotated[
-    bool, typer.Option("--detach", "-d", help="Start it and return; see `trainctl runs attach`.")
+    bool,
+    typer.Option(
+        "--detach",
+        "-d",
+        help="Start in the background and return; follow with `trainctl runs attach`.",
+    ),
 ]
 
 Run = Annotated[
     Path | None,
-    typer.Argument(metavar="[RUN]", help="A run directory; else the newest.", show_default=False),
+    typer.Argument(
+        metavar="[RUN]", help="Run directory; default: the newest run.", show_default=False
+    ),
 ]
-NamedRun = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+NamedRun = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 Step = Annotated[
     int | None,
     typer.Option(
-        metavar="N", help="The checkpoint after N steps; else the newest.", show_default=False
+        metavar="N", help="Checkpoint after N steps; default: the newest.", show_default=False
     ),
 ]
-Best = Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")]
+Best = Annotated[bool, typer.Option("--best", help="Checkpoint with the lowest held-out loss.")]
 
 
 class Weights(StrEnum):
@@ -150,7 +159,8 @@ class Weights(StrEnum):
 WhichWeights = Annotated[
     Weights,
     typer.Option(
-        "--weights", help="raw: those that are trained; ema: their average (training.ema_decay)."
+        "--weights",
+        help="raw: the trained weights; ema: their moving average (training.ema_decay).",
     ),
 ]
 
@@ -165,7 +175,7 @@ class OfflineDevice(StrEnum):
 
 OnDevice = Annotated[
     OfflineDevice,
-    typer.Option("--device", help="auto: an accelerator with room for it, else the CPU."),
+    typer.Option("--device", help="auto: an accelerator with enough free memory, else the CPU."),
 ]
 
 

@@ -47,7 +47,11 @@ def verify(
     run: Run = None,
     step: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of this step; else all of them.", show_default=False),
+        typer.Option(
+            metavar="N",
+            help="Step of the checkpoint; default: all checkpoints.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -76,9 +80,11 @@ def verify(
 @app.command()
 def rm(
     run: NamedRun,
-    steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Which ones.")],
+    steps: Annotated[
+        list[int], typer.Argument(metavar="STEP...", help="Steps of the checkpoints to remove.")
+    ],
     force: Annotated[
-        bool, typer.Option("--force", help="Also if no intact checkpoint is left then.")
+        bool, typer.Option("--force", help="Remove even if no intact checkpoint is left.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -35,19 +35,25 @@ from trainctl.tuning.recipes import import_recipe
 
 SIDE = "A recipe, a run directory (or one of its attempts/N), or a file of DeepSpeed's JSON."
 
-app = typer.Typer(help="Look at a configuration: its values, and why.", add_completion=False)
+app = typer.Typer(
+    help="Show a configuration, the sources of its values, and its schema.", add_completion=False
+)
 
 
 @app.command("import")
 def import_json(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="DeepSpeed JSON file.")],
     world_size: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Ranks that its batch is for; by default, as its numbers say."
+            metavar="N",
+            min=1,
+            help="World size that its batch sizes are for; default: derived from them.",
         ),
     ] = None,
-    as_recipe: Annotated[bool, typer.Option("--recipe", help="Print a recipe instead.")] = False,
+    as_recipe: Annotated[
+        bool, typer.Option("--recipe", help="Print a recipe instead of overrides.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the choices and overrides that render back to a DeepSpeed JSON.
@@ -123,7 +129,7 @@ def why(
     key: Annotated[
         str,
         typer.Argument(
-            help="A config key, a key of DeepSpeed's JSON, or a quantity such as total_steps.",
+            help="Config key, key of DeepSpeed's JSON, or a quantity such as total_steps.",
             autocompletion=complete_key,
         ),
     ],
@@ -152,7 +158,12 @@ def diff(
     right: Annotated[str, typer.Argument(metavar="B", help=SIDE)],
     attempt: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Of A, a run: its attempt N.", show_default=False),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="With a run directory as A: attempt to compare.",
+            show_default=False,
+        ),
     ] = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
@@ -188,12 +199,12 @@ def schema(
         str | None,
         typer.Argument(
             metavar="[GROUP]",
-            help="A config group: the schema of the options in conf/GROUP; else of recipes.",
+            help="Config group whose options (conf/GROUP) the schema describes; default: recipes.",
             show_default=False,
         ),
     ] = None,
     deepspeed: Annotated[
-        bool, typer.Option("--deepspeed", help="Of DeepSpeed's own JSON instead.")
+        bool, typer.Option("--deepspeed", help="Print the schema of DeepSpeed's JSON instead.")
     ] = False,
     config_dir: ConfigDir = None,
     write: Annotated[

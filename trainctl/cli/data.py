@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SHOWN_STEPS = 4
 """Steps that are listed for a document."""
 
-app = typer.Typer(help="Look at what a run is trained on.", add_completion=False)
+app = typer.Typer(help="Show what a run is trained on.", add_completion=False)
 
 
 app.command()(data_prepare.prepare)
@@ -50,10 +50,10 @@ app.command()(data_plan.plan)
 def find(
     run: NamedRun,
     text: Annotated[str, typer.Argument(metavar="TEXT", show_default=False)],
-    ignore_case: Annotated[
-        bool, typer.Option("--ignore-case", "-i", help="Letters of another case are the same.")
-    ] = False,
-    most: Annotated[int, typer.Option(min=0, help="Documents, at most; 0 shows all.")] = 20,
+    ignore_case: Annotated[bool, typer.Option("--ignore-case", "-i", help="Ignore case.")] = False,
+    most: Annotated[
+        int, typer.Option(min=0, help="Maximum number of documents; 0 shows all.")
+    ] = 20,
     as_json: Json = False,
 ) -> None:
     """Print the documents that a run is trained on and that have a text, and which steps saw it.
@@ -124,21 +124,24 @@ def show(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Their numbers, from 0, as in a run's records, such as 12,40-44.",
+            help="Sample numbers from 0, as in a run's records, such as 12,40-44.",
             show_default=False,
         ),
     ] = None,
     step: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Those of an optimizer step instead.", show_default=False
+            metavar="N",
+            min=1,
+            help="Show the samples of this optimizer step instead.",
+            show_default=False,
         ),
     ] = None,
     dropped: Annotated[
-        bool, typer.Option("--dropped", help="Documents that are not trained on, and why.")
+        bool, typer.Option("--dropped", help="Show documents that are not trained on, and why.")
     ] = False,
     characters: Annotated[
-        int, typer.Option(min=0, help="Of each text, at most; 0 shows all of it.")
+        int, typer.Option(min=0, help="Maximum number of characters of each text; 0 shows all.")
     ] = 400,
     config_dir: ConfigDir = None,
     as_json: Json = False,

@@ -25,32 +25,38 @@ if TYPE_CHECKING:
     from trainctl.data.corpus import Corpus
 
 
+CopyTo = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="URL",
+        help="URL or folder to also write the corpus to, for data=stream.",
+        show_default=False,
+    ),
+]
+
+
 def prepare(
     target: TargetAndOverrides = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Processes; else one for each core.", show_default=False
+            metavar="N",
+            min=1,
+            help="Number of processes; default: one for each core.",
+            show_default=False,
         ),
     ] = None,
     task: Annotated[
         str | None,
         typer.Option(
             metavar="I/N",
-            help="Only the I-th of N shares, as a job of an array: "
+            help="Prepare only part I of N, for jobs of an array: "
             "--task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT.",
             show_default=False,
         ),
     ] = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            "--to",
-            metavar="URL",
-            help="Write the corpus there as well, or into a folder: data=stream reads it.",
-            show_default=False,
-        ),
-    ] = None,
+    to: CopyTo = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:

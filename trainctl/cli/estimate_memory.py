@@ -30,25 +30,26 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Trace the model itself instead of deriving it from its shape; needs a few seconds.",
+        help="Trace the model instead of deriving it from its shape; takes a few seconds.",
     ),
 ]
 Measure = Annotated[
     bool,
     typer.Option(
         "--measure",
-        help="Make two real steps here, show predicted beside measured, and keep what differs by "
-        "machine for later estimates.",
+        help="Train two steps here, compare measured with predicted memory, and keep this "
+        "machine's constants for later estimates.",
     ),
 ]
 ForceSteps = Annotated[
     bool,
-    typer.Option("--force", help="With --measure: start although the budget does not fit."),
+    typer.Option("--force", help="With --measure: start even if the memory budget does not fit."),
 ]
 UseCalibration = Annotated[
     bool,
     typer.Option(
-        "--calibration/--no-calibration", help="Use what --measure has kept on this machine."
+        "--calibration/--no-calibration",
+        help="Use the constants that --measure kept on this machine.",
     ),
 ]
 

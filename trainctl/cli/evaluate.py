@@ -26,57 +26,68 @@ from trainctl.runs.records import number
 _COUNTS = ("samples", "shots")
 
 
+Tasks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B",
+        help="Evaluate these lm-eval tasks on an export of the checkpoint instead.",
+        show_default=False,
+    ),
+]
+SampleCount = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of held-out samples (default: the run's), or of examples of each task "
+        "(default: all).",
+        show_default=False,
+    ),
+]
+FewShotExamples = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Number of few-shot examples; default: the task's own.",
+        show_default=False,
+    ),
+]
+
+
 def evaluate(
     run: Run = None,
     step: Step = None,
     best: Best = False,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Held-out samples, else the run's own number; examples of each task, else all.",
-            show_default=False,
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Tasks of lm-eval instead, on an export of the checkpoint.",
-            show_default=False,
-        ),
-    ] = None,
+    samples: SampleCount = None,
+    tasks: Tasks = None,
     include_path: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Tasks of your own, in lm-eval's YAML, beside its own.",
+            help="Folder of your own tasks in lm-eval's YAML, in addition to its tasks.",
             show_default=False,
         ),
     ] = None,
-    shots: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Examples before each question of a task; else the task's own number.",
-            show_default=False,
-        ),
-    ] = None,
+    shots: FewShotExamples = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Requests of tasks at a time; else the run's micro-batch.",
+            help="Batch size of tasks; default: the run's micro-batch size.",
             show_default=False,
         ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Questions of tasks by the tokenizer's chat template.")
+        bool,
+        typer.Option(
+            "--chat", help="Apply the tokenizer's chat template to the questions of tasks."
+        ),
     ] = False,
     keep: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Keep the export that tasks are done with.", show_default=False
+            metavar="DIR",
+            help="Keep the exported model that the tasks are evaluated on.",
+            show_default=False,
         ),
     ] = None,
     weights: WhichWeights = Weights.raw,

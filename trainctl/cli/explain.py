@@ -24,7 +24,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="WORD...",
-        help="Rules (TC024), kinds of records, causes of failures, exit codes; none lists all.",
+        help="Rule (TC024), kind of record, cause of a failure, or exit code; default: all.",
         show_default=False,
         autocompletion=complete_word,
     ),

@@ -30,33 +30,37 @@ class ExportType(StrEnum):
     fp16 = "fp16"
 
 
+ShardSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Maximum size of a weights file, such as 2GB; default: 5GB.",
+        show_default=False,
+    ),
+]
+
+
 def export(
     run: NamedRun,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     step: Step = None,
     best: Best = False,
     dtype: Annotated[
         ExportType | None,
         typer.Option(
-            help="Format of the weights; else the one that the run trains in.", show_default=False
+            help="Data type of the weights; default: the one that the run trains in.",
+            show_default=False,
         ),
     ] = None,
     weights: WhichWeights = Weights.raw,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="The adapter alone, as PEFT loads it.")
+        bool, typer.Option("--adapter", help="Export only the adapter, as PEFT loads it.")
     ] = False,
     merge: Annotated[
         bool,
-        typer.Option("--merge", help="The adapter in its base, as is done without either."),
+        typer.Option("--merge", help="Merge the adapter into its base model (default)."),
     ] = False,
-    shard_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Largest file of weights, such as 2GB; else 5GB.",
-            show_default=False,
-        ),
-    ] = None,
+    shard_size: ShardSize = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a directory that transformers loads.
@@ -95,13 +99,18 @@ def export(
 
 def add_tokens(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A transformers directory with weights.")
+        Path, typer.Argument(metavar="DIR", help="Transformers directory with weights.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
-    tokens: Annotated[list[str], typer.Argument(metavar="TOKEN...", help="By their text.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+    tokens: Annotated[
+        list[str], typer.Argument(metavar="TOKEN...", help="Tokens to add, by their text.")
+    ],
     multiple_of: Annotated[
         int,
-        typer.Option(min=1, help="Add rows up to a multiple of it, as tensor ranks may want."),
+        typer.Option(
+            min=1,
+            help="Pad the number of rows to a multiple of this, as tensor parallelism may need.",
+        ),
     ] = 1,
     as_json: Json = False,
 ) -> None:

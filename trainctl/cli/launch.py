@@ -95,11 +95,11 @@ def launch(
     force: Force = False,
     run_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The run's directory; else one is made under runs/."),
+        typer.Option(metavar="DIR", help="Run directory; default: a new one under runs/."),
     ] = None,
     resume: Annotated[
         ResumeMode,
-        typer.Option(help="auto: resume if the run directory has a checkpoint, else start."),
+        typer.Option(help="auto: resume if the run directory has a checkpoint, otherwise start."),
     ] = ResumeMode.never,
     config_dir: ConfigDir = None,
     detach: Detach = False,
@@ -139,12 +139,15 @@ def resume(
         int | None,
         typer.Option(
             metavar="N",
-            help="From the checkpoint after N steps, leaving later ones behind; else the newest.",
+            help="Checkpoint after N steps; later ones are set aside. Default: the newest.",
             show_default=False,
         ),
     ] = None,
     from_start: Annotated[
-        bool, typer.Option("--from-start", help="From the beginning, leaving checkpoints behind.")
+        bool,
+        typer.Option(
+            "--from-start", help="Start from the beginning and set existing checkpoints aside."
+        ),
     ] = False,
     attempt: AttemptOption = None,
     dry_run: DryRun = False,

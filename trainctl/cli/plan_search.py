@@ -13,14 +13,14 @@ from trainctl.cli.console import print_data, print_json, print_message, show_fin
 from trainctl.monitor.search_text import search_lines
 from trainctl.tuning.recipes import check_recipe_file, launch_command
 
-Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Plans to show.")]
+Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Number of plans to show.")]
 Write = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Save the first as a recipe.", show_default=False),
+    typer.Option(metavar="FILE", help="Save the best plan as a recipe.", show_default=False),
 ]
 Price = Annotated[
     float | None,
-    typer.Option(metavar="AMOUNT", min=0, help="Of a device for an hour.", show_default=False),
+    typer.Option(metavar="AMOUNT", min=0, help="Price of one device per hour.", show_default=False),
 ]
 
 

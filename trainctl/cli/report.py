@@ -25,45 +25,55 @@ class _Form(StrEnum):
     csv = "csv"
 
 
+OutputFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Output file; default: report.html, or stdout for JSON and CSV.",
+        show_default=False,
+    ),
+]
+Buckets = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="Maximum number of points per run, each a mean with its extremes; 0 draws every "
+        "step. Default: as many as fit a page of 2 MB.",
+        show_default=False,
+    ),
+]
+
+
 def report(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
             metavar="RUN...",
-            help="Run directories, or folders of sweeps; else the newest run.",
+            help="Run directories, or folders of sweeps; default: the newest run.",
             show_default=False,
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Where the page goes; else report.html. JSON and CSV: else stdout.",
-            show_default=False,
-        ),
-    ] = None,
+    output: OutputFile = None,
     as_json: Json = False,
     as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print the curves as a table, a row a bucket of steps.")
+        bool,
+        typer.Option(
+            "--csv", help="Print the curves as a CSV table with one row for each bucket of steps."
+        ),
     ] = False,
     price: Annotated[
         float | None,
         typer.Option(
-            metavar="P", min=0, help="Of a device for an hour: adds the cost.", show_default=False
-        ),
-    ] = None,
-    buckets: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
+            metavar="P",
             min=0,
-            help="Points of each run, at most: their mean, least and most; 0: every step. Else as "
-            "many as a page of 2 MB bears.",
+            help="Price of one device per hour; adds the cost.",
             show_default=False,
         ),
     ] = None,
+    buckets: Buckets = None,
 ) -> None:
     """Write one HTML file that shows one or several runs: curves, faults, memory, time, layout.
 

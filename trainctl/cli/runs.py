@@ -60,7 +60,9 @@ app = typer.Typer(help="List, follow, stop and remove runs.", add_completion=Fal
 def list_(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="[FOLDER]", help="Folder of runs; else runs/.", show_default=False),
+        typer.Argument(
+            metavar="[FOLDER]", help="Folder of runs; default: runs/.", show_default=False
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -105,15 +107,17 @@ def logs(
     run: Run = None,
     attempt: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of this attempt; else the newest.", show_default=False),
+        typer.Option(metavar="N", help="Attempt; default: the newest.", show_default=False),
     ] = None,
     rank: Annotated[
         list[int] | None,
-        typer.Option(metavar="K", help="Of this rank only; may be repeated.", show_default=False),
+        typer.Option(metavar="K", help="Show only this rank; may be repeated.", show_default=False),
     ] = None,
-    lines: Annotated[int, typer.Option(metavar="N", min=1, help="The last N of each log.")] = LINES,
+    lines: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of lines from the end of each log.")
+    ] = LINES,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")
+        bool, typer.Option("--follow", "-f", help="Follow the logs until the run has ended.")
     ] = False,
 ) -> None:
     """Print the records of a run (its losses), and the logs of its ranks, each with its node.
@@ -183,8 +187,10 @@ def _stop_step(attempt: AttemptPaths) -> int | None:
 @app.command()
 def stop(
     runs: NamedRuns,
-    now: Annotated[bool, typer.Option("--now", help="End it at once, without saving.")] = False,
-    wait: Annotated[bool, typer.Option(help="Wait until it has ended.")] = True,
+    now: Annotated[
+        bool, typer.Option("--now", help="Kill the run at once, without saving.")
+    ] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until the run has ended.")] = True,
 ) -> None:
     """Have runs save at their next step and end, on whatever machines they train.
 
@@ -208,7 +214,7 @@ def stop(
 def rm(
     runs: NamedRuns,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if it has a complete checkpoint.")
+        bool, typer.Option("--force", help="Remove the run even if it has a complete checkpoint.")
     ] = False,
 ) -> None:
     """Remove whole run directories; never one that is in use or waits in a queue.
@@ -276,12 +282,15 @@ def sync(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="To this logger, in place of those of logging.to; may be repeated.",
+            help="Logger to send to instead of those in logging.to; may be repeated.",
             show_default=False,
         ),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="From the first step, what was sent already too.")
+        bool,
+        typer.Option(
+            "--again", help="Send everything from the first step, even what was already sent."
+        ),
     ] = False,
 ) -> None:
     """Send to the loggers what was not sent while a run trained, from its records alone.

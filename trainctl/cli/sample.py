@@ -19,29 +19,34 @@ from trainctl.cli.arguments import (
 )
 from trainctl.cli.console import Meter, print_data, print_json, print_warning, to_printable
 
+AsChat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Put TEXT into the chat template as a user's message; default: if data=chat.",
+        show_default=False,
+    ),
+]
+
 
 def sample(
     run: NamedRun,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text, or the message.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to draw, at most.")] = 128,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="Prompt, or the user's message.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the likeliest token each time.")
+        float,
+        typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token."),
     ] = 0.8,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="Of the draws; else training.seed.", show_default=False),
-    ] = None,
-    chat: Annotated[
-        bool | None,
         typer.Option(
-            "--chat/--no-chat",
-            help="TEXT is a user's message, by the chat template; else so with data=chat alone.",
-            show_default=False,
+            min=0, help="Seed of the sampling; default: training.seed.", show_default=False
         ),
     ] = None,
+    chat: AsChat = None,
     system: Annotated[
         str | None,
-        typer.Option(help="What the system says before it.", show_default=False),
+        typer.Option(help="System message before the user's message.", show_default=False),
     ] = None,
     step: Step = None,
     best: Best = False,

@@ -28,7 +28,7 @@ ROWS = 18
 MOST_TURNS = 8
 """Drops or restarts of the learning rate that are listed."""
 
-app = typer.Typer(help="Look at the learning rate over the run.", add_completion=False)
+app = typer.Typer(help="Show the learning rate over the run.", add_completion=False)
 
 
 @app.callback()

@@ -42,8 +42,18 @@ SweepArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[FOLDER] OVERRIDES",
-        help="A sweep to show, or a configuration: KEY=VALUE,VALUE sweeps.",
+        help="Folder of a sweep to show, or a configuration with lists: KEY=VALUE,VALUE.",
         show_default=False,
+    ),
+]
+
+
+Parallel = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Number of concurrent runs; default: 1 on this machine, all with Slurm.",
     ),
 ]
 
@@ -53,15 +63,15 @@ def sweep(
     arguments: SweepArguments = None,
     sweep_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The sweep's folder; else one is made under sweeps/."),
+        typer.Option(metavar="DIR", help="Folder of the sweep; default: a new one under sweeps/."),
     ] = None,
-    parallel: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Runs at a time: here 1, in Slurm all, unless set."),
-    ] = None,
+    parallel: Parallel = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with FOLDER: start what is new, resume what was cut."),
+        typer.Option(
+            "--resume",
+            help="Continue the sweep in FOLDER: start missing runs, resume interrupted ones.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan every run and list them; start nothing.")

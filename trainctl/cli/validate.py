@@ -24,20 +24,20 @@ DeepSpeedFile = Annotated[
     typer.Option(
         "--deepspeed",
         metavar="FILE",
-        help="Check this DeepSpeed JSON instead.",
+        help="Check this DeepSpeed JSON file instead.",
         show_default=False,
     ),
 ]
 WorldSize = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="With --deepspeed: ranks.", show_default=False),
+    typer.Option(metavar="N", min=1, help="With --deepspeed: world size.", show_default=False),
 ]
 ModelDirectory = Annotated[
     Path | None,
     typer.Option(
         "--model",
         metavar="DIR",
-        help="With --deepspeed: a transformers directory.",
+        help="With --deepspeed: transformers directory of the model.",
         show_default=False,
     ),
 ]

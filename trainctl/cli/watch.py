@@ -31,29 +31,34 @@ def watch(
         list[Path] | None,
         typer.Argument(
             metavar="[RUN...|FOLDER]",
-            help="Runs for one page, or a folder of runs or of a sweep; else runs/.",
+            help="Runs to show on one page, or a folder of runs or of a sweep; default: runs/.",
             show_default=False,
         ),
     ] = None,
     host: Annotated[
         str,
-        typer.Option(metavar="HOST", help="Address to listen on; only this machine reaches it."),
+        typer.Option(
+            metavar="HOST",
+            help="Address to listen on; by default reachable only from this machine.",
+        ),
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        typer.Option(metavar="PORT", min=0, max=65535, help="To listen on; 0 takes a free one."),
+        typer.Option(
+            metavar="PORT", min=0, max=65535, help="Port to listen on; 0 picks a free one."
+        ),
     ] = 0,
     allow_name: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="A name by which a browser may ask, such as a proxy's; may be repeated.",
+            help="Host name that browsers may use, such as a proxy's; may be repeated.",
             show_default=False,
         ),
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(metavar="P", min=0, help="Of a device for an hour.", show_default=False),
+        typer.Option(metavar="P", min=0, help="Price of one device per hour.", show_default=False),
     ] = None,
 ) -> None:
     """Serve the page of runs, live, from their files alone; the address is printed.
