@@ -17,6 +17,7 @@ project_copyright = author
 release = version = __version__
 
 extensions = ["myst_parser"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 """Depth to which headings can be linked to, by the names that GitHub gives them."""
 exclude_patterns = ["conf.py"]

@@ -30,6 +30,7 @@ ORDER = [
     {"monitor"},
     {"train"},
     {"launchers"},
+    {"examples"},
     {"api"},
     {"cli"},
     {"__main__"},
@@ -94,7 +95,7 @@ def _users(package: str) -> set[str]:
 
 @pytest.mark.parametrize("package", HEAVY)
 def test_only_the_torch_side_imports(package: str) -> None:
-    rooms = {"engines", "train", "launchers"}
+    rooms = {"engines", "train", "launchers", "examples"}
     if package == "transformers":
         rooms |= {"data"}  # whose chat templates and tokenizers it has
     users = _users(package) - {"models/hf_weights.py"}  # what ranks load and export

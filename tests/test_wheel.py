@@ -20,6 +20,7 @@ import pytest
 from trainctl.rules.handbook import PAGES
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = "trainctl/examples"
 pytestmark = pytest.mark.slow
 
 
@@ -60,6 +61,7 @@ def test_configuration_is_inside(wheel: Path) -> None:
         for path in (ROOT / folder).rglob("*.yaml"):
             assert f"trainctl/_shipped/{path.relative_to(ROOT).as_posix()}" in names
     assert {f"trainctl/_shipped/docs/{page}.md" for page in PAGES} <= names
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / EXAMPLES).glob("*/*.*")} <= names
     for path in (ROOT / "trainctl").rglob("assets/**/*"):
         assert path.is_dir() or path.relative_to(ROOT).as_posix() in names
     assert not [name for name in names if name.startswith(("tests/", "conf/", "recipes/"))]
@@ -80,6 +82,9 @@ def test_it_trains_in_an_empty_folder_without_a_compiler(environment: Path, tmp_
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    run("trainctl", "new", "optimizer", "mine")
+    own = ("--config-dir", ".", "optimizer=mine")
+    assert run("trainctl", "validate", "--trust-code", *own, "recipe=tiny").startswith("tiny is")
     imported = run("python", "-c", "import trainctl; print(trainctl.__file__)")
     assert Path(imported.strip()).is_relative_to(environment)
     small = ("training.sequence_length=128", "training.global_batch_size=8")

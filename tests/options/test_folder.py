@@ -25,6 +25,7 @@ from trainctl.config.registry import (
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import user_code_files
 from trainctl.errors import TrainctlError
+from trainctl.examples.parts import write_part
 from trainctl.runs.records import read_events
 from trainctl.runs.sweeps import new_sweep
 
@@ -57,12 +58,7 @@ raise Mute
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Folder with an optimizer: its code under options/, its YAML under conf/."""
-    code, values = (tmp_path / "own" / name / "optimizer" for name in ("options", "conf"))
-    code.mkdir(parents=True)
-    values.mkdir(parents=True)
-    text = (PACKAGE / "optimizer" / "signum.py").read_text()
-    (code / "signum.py").write_text(text.replace("extra_options.", "trainctl.options."))
-    shutil.copy(PACKAGE / "optimizer" / "signum.yaml", values)
+    write_part("optimizer", "signum", tmp_path / "own")
     return tmp_path / "own"
 
 
@@ -187,7 +183,7 @@ def test_a_file_that_is_no_option_is_named(trainctl, folder, name, text, message
 
 def test_what_builds_it_has_to_be_there(trainctl, folder: Path) -> None:
     file = folder / "options" / "optimizer" / "signum.py"
-    file.write_text(re.sub(r'build="[^"]*"', 'build="nope"', file.read_text()))
+    file.write_text(re.sub(r"build=build", 'build="nope"', file.read_text()))
     said = trainctl("--trust-code", "validate", "--config-dir", "own", *CHOSEN, expect=4).stderr
     assert "build='nope' names no function: write module:function" in said
     why = registry._why_not_built

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from trainctl.examples.parts import EXAMPLES
 from trainctl.runs.records import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded")]
@@ -51,8 +53,14 @@ OWN = (
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder that pip installed the package into."""
     folder = tmp_path_factory.mktemp("installed")
+    package = tmp_path_factory.mktemp("source") / "package"
+    shutil.copytree(PACKAGE, package)
+    for path in EXAMPLES.glob("*/*"):  # a package may bring them as a folder does
+        if not path.name.startswith(("test_", "__")):
+            (package / "extra_options" / path.parent.name).mkdir(exist_ok=True)
+            shutil.copy(path, package / "extra_options" / path.parent.name)
     options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", folder)
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, PACKAGE], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, package], check=True)
     return folder
 
 

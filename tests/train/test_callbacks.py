@@ -15,6 +15,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, wit
 
 from trainctl.config import registry
 from trainctl.config.schema import OnBadLoss, RunConfig
+from trainctl.examples.parts import EXAMPLES, write_part
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
 from trainctl.runs.records import read_events
@@ -106,9 +107,10 @@ def test_gradients_are_those_of_a_plain_computation(tmp_path: Path, stage: int) 
 
 def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (OWN.parents[2] / "docs" / "callbacks.md").read_text()
-    file = tmp_path / "options" / "callbacks" / "per_parameter.py"
-    file.parent.mkdir(parents=True)
-    file.write_text(page.split("```python\n")[1].split("```")[0])
+    for ending in ("py", "yaml"):
+        example = (EXAMPLES / "callbacks" / f"per_parameter.{ending}").read_text()
+        assert f"callbacks/per_parameter.{ending}\n{example}```" in page
+    write_part("callbacks", "per_parameter", tmp_path)
     monkeypatch.setenv(registry.FOLDER_VARIABLE, str(tmp_path / "options"))
     run = run_of(tmp_path / "run", config_of({"per_parameter": {"every_steps": 1}}, steps=1))
     (norms,) = recorded(run, "gradient_norm")

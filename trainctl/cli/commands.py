@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from trainctl.config.suggest import explain_address
 from trainctl.errors import TrainctlError
 
-TRAIN, USE, PLAN = "Train", "Use what was trained", "Plan"
+TRAIN, USE, PLAN, EXTEND = "Train", "Use what was trained", "Plan", "Extend"
 
 COMMANDS = {
     "launch": (TRAIN, "launch:launch", "Check a configuration against the hardware, then train."),
@@ -87,6 +87,11 @@ COMMANDS = {
         PLAN,
         "explain:explain",
         "Say what a rule, a record, a cause of a failure or an exit code means, and what to do.",
+    ),
+    "new": (
+        EXTEND,
+        "new:new",
+        "Write an option of your own: a working example to change, its values and its test.",
     ),
 }
 """Each command's panel in the listing, `module:name` in this package, and summary of its help."""

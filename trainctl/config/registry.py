@@ -87,7 +87,13 @@ def list_kinds(group: str) -> tuple[str, ...]:
     own = (
         (path.stem for path in option_files(folder) if path.parent.name == group) if folder else ()
     )
-    return tuple(sorted({*_shipped_names(group), *own, *_entry_points(group)}))
+    return tuple(sorted({*list_shipped(group), *own, *_entry_points(group)}))
+
+
+@cache
+def list_shipped(group: str) -> tuple[str, ...]:
+    """Return the names of a group's shipped options, which no other option can take."""
+    return tuple(path.stem for path in (SHIPPED / group).glob("[!_]*.py"))
 
 
 def trust_folder(folder: Path) -> None:
@@ -99,7 +105,7 @@ def trust_folder(folder: Path) -> None:
         TrainctlError: A file there has the name of a shipped option.
     """
     for path in option_files(folder):
-        if path.stem in _shipped_names(path.parent.name):
+        if path.stem in list_shipped(path.parent.name):
             raise TrainctlError(
                 f"{path} cannot be used: {path.parent.name}={path.stem} is trainctl's own",
                 hint="give it another name",
@@ -132,7 +138,7 @@ def option_files(folder: Path) -> list[Path]:
 def user_option_file(group: str, name: str) -> Path | None:
     """Return the file of an option from the user's folder; None for any other option."""
     folder = trusted_folder()
-    path = folder / group / f"{name}.py" if folder and name not in _shipped_names(group) else None
+    path = folder / group / f"{name}.py" if folder and name not in list_shipped(group) else None
     return path if path is not None and path.is_file() else None
 
 
@@ -143,7 +149,7 @@ def load_spec(group: str, name: str) -> Any:
     Raises:
         TrainctlError: No option has that name, or its code cannot be loaded.
     """
-    if name in _shipped_names(group):  # shipped options cannot be overridden
+    if name in list_shipped(group):  # shipped options cannot be overridden
         return importlib.import_module(f"trainctl.options.{group}.{name}").SPEC
     source = user_option_file(group, name) or _entry_points(group).get(name)
     if source is None:
@@ -290,7 +296,7 @@ def changed_section(section: Any, **values: Any) -> Any:
 @cache
 def kind_key(group: str) -> str:
     """Return the key of a group's section that names the kind: `kind` in most groups."""
-    shared = fields(section_class(group, _shipped_names(group)[0]))
+    shared = fields(section_class(group, list_shipped(group)[0]))
     return next(item.name for item in shared if item.metadata.get("units") == group)
 
 
@@ -347,11 +353,6 @@ def packaged_folders() -> dict[str, Path]:
 @cache
 def _shipped_groups() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in SHIPPED.glob("*/__init__.py")))
-
-
-@cache
-def _shipped_names(group: str) -> tuple[str, ...]:
-    return tuple(path.stem for path in (SHIPPED / group).glob("[!_]*.py"))
 
 
 @cache

@@ -36,7 +36,7 @@ class Launcher(Spec):
     `Outcome`.
     """
 
-    render: str
+    render: str | Callable[..., Any]
     """Function that returns the commands and files of an `AttemptRequest` as a `RenderedLaunch`; it
     starts nothing.
     """
@@ -44,7 +44,7 @@ class Launcher(Spec):
     """Function that checks the machines for a plan, a folder and a checkpoint's bytes, before a run
     is made in or below the folder. Empty if there is nothing to check.
     """
-    check_config: str = ""
+    check_config: str | Callable[..., Any] = ""
     """Function that checks a configuration and its hardware, without asking a machine."""
     several_nodes: bool = True
     """Whether it can start more than one node."""

@@ -1,4 +1,4 @@
-"""A launcher that only this package has: a fleet of machines, of which the tests have this one."""
+"""Launcher of a fleet of machines, which consists of this one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from trainctl.options.launcher import KeyProblem, Launcher
 
 
 @dataclass
-class FleetConfig(LauncherConfig):
+class FleetKeys(LauncherConfig):
     """Keys of `launcher=fleet`."""
 
     fleet_size: int = option(1, "Machines of the fleet.", minimum=1, maximum=64)
     fleet_name: str | None = option(None, "Name of the fleet.")
 
 
-def _reach(section: FleetConfig, nodes: int) -> Iterator[KeyProblem]:
+def reach(section: FleetKeys, nodes: int) -> Iterator[KeyProblem]:
+    """Yield the problem of a fleet that is too small for the plan."""
     if section.fleet_size < nodes:
         yield KeyProblem(
             "launcher.fleet_size",
@@ -37,7 +38,7 @@ def check_config(config: Any, hardware: Any) -> list[Finding]:
 
 
 def run_launch(launch: Any) -> Any:
-    """Start an agent on this machine, and leave word of it."""
+    """Start an agent on this machine, and note the size of the fleet."""
     from trainctl.launchers import local
 
     (launch.run.root / "fleet.txt").write_text(str(launch.plan.config.launcher.fleet_size))
@@ -46,9 +47,9 @@ def run_launch(launch: Any) -> Any:
 
 SPEC = Launcher(
     name="fleet",
-    keys=FleetConfig,
-    build="extra_options.launcher.fleet:run_launch",
+    keys=FleetKeys,
+    build=run_launch,
     render="trainctl.launchers.local:render",
-    check_config="extra_options.launcher.fleet:check_config",
-    reach=_reach,
+    check_config=check_config,
+    reach=reach,
 )

@@ -1,4 +1,4 @@
-"""Signum (arXiv:1802.04434): the sign of a momentum. An option from outside trainctl."""
+"""Signum (arXiv:1802.04434): the sign of a momentum."""
 
 from __future__ import annotations
 
@@ -11,34 +11,17 @@ from trainctl.options.optimizer import Optimizer, Update, WidthRule
 
 
 @dataclass
-class SignumConfig(OptimizerConfig):
-    """Keys of `optimizer=signum`."""
+class SignumKeys(OptimizerConfig):
+    """Keys of `optimizer=signum`, beside those of every optimizer."""
 
     smoothing: float = option(0.9, "Decay of the momentum.", minimum=0, maximum=0.999)
 
 
-SPEC = Optimizer(
-    name="signum",
-    keys=SignumConfig,
-    build="extra_options.optimizer.signum:build",
-    needs="the element",
-    states=("momentum_buffer",),
-    is_ours_because="neither torch nor DeepSpeed has it",
-    why_not={
-        "cpu": "nothing updates its state in host memory",
-        "nvme": "nothing updates its state in host memory",
-        "states": "a momentum in bf16 drops what a step adds to it",
-    },
-    update=Update(moments=((4, 0),), by_tensor=True),
-    width_rule=WidthRule.adam,
-)
-
-
 def build(plan: Any, groups: list[dict[str, Any]]) -> Any:
-    """Build the plan's optimizer. Ranks run this, so torch may be imported here."""
+    """Build the plan's optimizer. Ranks call this, so torch is imported here."""
     import torch
 
-    class Signum(torch.optim.Optimizer):
+    class SignumRule(torch.optim.Optimizer):
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
             for group in self.param_groups:
@@ -56,4 +39,21 @@ def build(plan: Any, groups: list[dict[str, Any]]) -> Any:
                     parameter.add_(momentum.sign(), alpha=-group["lr"])
 
     smoothing = plan.config.optimizer.smoothing
-    return Signum(groups, {"lr": 0.0, "weight_decay": 0.0, "smoothing": smoothing})
+    return SignumRule(groups, {"lr": 0.0, "weight_decay": 0.0, "smoothing": smoothing})
+
+
+SPEC = Optimizer(
+    name="signum",
+    keys=SignumKeys,
+    build=build,
+    needs="the element",
+    states=("momentum_buffer",),
+    is_ours_because="neither torch nor DeepSpeed has it",
+    why_not={
+        "cpu": "nothing updates its state in host memory",
+        "nvme": "nothing updates its state in host memory",
+        "states": "a momentum in bf16 drops what a step adds to it",
+    },
+    update=Update(moments=((4, 0),), by_tensor=True),
+    width_rule=WidthRule.adam,
+)

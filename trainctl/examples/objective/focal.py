@@ -11,23 +11,17 @@ from trainctl.options.objective import TOKENS, Objective
 
 
 @dataclass
-class FocalConfig(ObjectiveConfig):
+class FocalKeys(ObjectiveConfig):
     """Keys of `objective=focal`."""
 
     focus: float = option(2.0, "Exponent of what a token's probability lacks to 1.", minimum=0)
 
 
-def focal(config: FocalConfig, tokens: Any) -> Any:
-    """-(1 - p)^focus log p of each token, and how often the model was surer than not."""
+def loss(config: FocalKeys, tokens: Any) -> Any:
+    """Return -(1 - p)^focus log p of each token, and whether the model gave it more than half."""
     probability = tokens.log_probabilities.exp()
     losses = -((1 - probability) ** config.focus) * tokens.log_probabilities
     return losses, {"sure": (probability > 0.5).float()}
 
 
-SPEC = Objective(
-    name="focal",
-    keys=FocalConfig,
-    counts=TOKENS,
-    build="extra_options.objective.focal:focal",
-    measures=("sure",),
-)
+SPEC = Objective(name="focal", keys=FocalKeys, counts=TOKENS, build=loss, measures=("sure",))

@@ -1,4 +1,4 @@
-"""Texts with a line of their own between them, as `fortune` has them. A source from outside."""
+"""Texts with a line of their own between them, as the files of `fortune` have them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trainctl.readers.documents import Document, Reader
 
 
 @dataclass
-class FortunesConfig(DataFromPaths):
-    """Keys of `data=fortunes`."""
+class FortunesKeys(DataFromPaths):
+    """Keys of `data=fortunes`, beside those of every source of files."""
 
     divider: str = option("%", "Line between two texts.")
 
@@ -30,7 +30,7 @@ def problem(file: Path, section: DataConfig) -> FileProblem | None:
 def read(reader: Reader, file: Path) -> Iterator[Document]:
     """Yield the texts of a file, each with its first line."""
     section = reader.config
-    assert isinstance(section, FortunesConfig)
+    assert isinstance(section, FortunesKeys)
     whole = reader.decoded(file.read_bytes(), str(file), whole=True) or ""
     line = 1
     for text in whole.split(f"\n{section.divider}\n"):
@@ -40,8 +40,8 @@ def read(reader: Reader, file: Path) -> Iterator[Document]:
 
 SPEC = DataSource(
     name="fortunes",
-    keys=FortunesConfig,
-    build="extra_options.data.fortunes:read",
+    keys=FortunesKeys,
+    build=read,
     endings=(".fortunes",),
     problem=problem,
     is_plain=True,

@@ -1,4 +1,4 @@
-"""A board: the losses of the run as it stands, in a text file. A logger from outside trainctl."""
+"""Losses of the run as it stands, in a text file."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point
 
 
 @dataclass
-class BoardConfig(LoggerConfig):
-    """Keys of the logger `board`."""
+class BoardKeys(LoggerConfig):
+    """Keys of the logger."""
 
     digits: int = option(3, "Digits of a loss on the board.", minimum=1, maximum=17)
 
 
-SPEC = Logger(name="board", keys=BoardConfig, build="extra_options.logger.board:Board")
-
-
-class Board:
-    """The board of a run; what is on it is the state."""
+class BoardSink:
+    """Board of a run; its losses are the state."""
 
     def __init__(self, run: FollowedRun, state: Mapping[str, Any] | None) -> None:
         self._path = run.folder / "board.txt"
@@ -43,3 +40,6 @@ class Board:
 
     def close(self) -> None:
         pass
+
+
+SPEC = Logger(name="board", keys=BoardKeys, build=BoardSink)

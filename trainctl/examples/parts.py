@@ -1,0 +1,97 @@
+"""Copies of the examples under a name of the user's, in the user's folder."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+
+import yaml
+
+from trainctl.config.editor import schema_comment
+from trainctl.config.registry import list_shipped
+from trainctl.errors import TrainctlError
+
+EXAMPLES = Path(__file__).parent
+TRIAL = {
+    "callbacks": ("callbacks=[{}]",),
+    "data": ("data={}", "data.paths=[{}]"),
+    "logger": ("logging.to=[{}]",),
+}
+"""Overrides that try an option of a group, where `GROUP=NAME` does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewPart:
+    """An option that was written."""
+
+    files: tuple[Path, ...]
+    commands: tuple[str, ...]
+    """Commands that run its test and try it, for the current folder."""
+
+
+def write_part(group: str, name: str, folder: Path) -> NewPart:
+    """Write the example of a group as an option of the user's, with its test.
+
+    Raises:
+        TrainctlError: The name cannot be used, or a file is there already. Nothing is written.
+    """
+    _check_name(group, name)
+    (test,) = (EXAMPLES / group).glob("test_*.py")
+    example = test.stem.removeprefix("test_")
+    files = {folder / "options" / group / f"{name}.py": EXAMPLES / group / f"{example}.py"}
+    values = EXAMPLES / group / f"{example}.yaml"
+    if values.exists():
+        files[folder / "conf" / group / f"{name}.yaml"] = values
+    files[folder / "tests" / f"test_{group}_{name}.py"] = test
+    for path in files:
+        if path.exists():
+            raise TrainctlError(f"{path} is there already", hint="choose another name")
+    for path, source in files.items():
+        text = _renamed(source.read_text(encoding="utf-8"), example, name)
+        if path.suffix == ".yaml":
+            text = schema_comment(path, folder, group) + text
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as out:
+            out.write(text)
+    trial = [
+        each.format(",".join(map(str, files)) if "paths" in each else name)
+        for each in TRIAL.get(group, (f"{group}={{}}",))
+    ]
+    launch = ["trainctl", "launch", "--trust-code", "--config-dir", str(folder), "recipe=tiny"]
+    return NewPart(
+        files=tuple(files),
+        commands=(
+            join(["python", "-m", "pytest", str(path)]),
+            join([*launch, *trial, "training.steps=20"]),
+        ),
+    )
+
+
+def _check_name(group: str, name: str) -> None:
+    """Raise if no option of the user's can have the name.
+
+    Raises:
+        TrainctlError: It is no plain name of Python and YAML, or a shipped option has it.
+    """
+    is_plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) and not keyword.iskeyword(name)
+    if not is_plain or yaml.safe_load(name) != name:
+        near = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_").lower()
+        raise TrainctlError(
+            f"{name!r} cannot be the name of an option",
+            hint=f"use letters, digits and _, after a letter: my_{near or group}",
+        )
+    if name in list_shipped(group):
+        raise TrainctlError(
+            f"{group}={name} is trainctl's own, and cannot be replaced",
+            hint=f"choose another name: my_{name}",
+        )
+
+
+def _renamed(text: str, example: str, name: str) -> str:
+    """Return an example's text with another name: in its spec, keys, tests and class names."""
+    text = re.sub(rf'(?m)(?<=["=]){example}\b|(?<=^kind: ){example}\b', name, text)
+    camel, own = (each.title().replace("_", "") for each in (example, name))
+    return re.sub(rf"\b{camel}(?=Keys|Rule|Sink|Callback)", own, text)
