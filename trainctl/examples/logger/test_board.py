@@ -4,7 +4,7 @@ from pathlib import Path
 
 from trainctl.config.registry import function_of, load_spec, trust_folder
 from trainctl.config.schema import RunConfig
-from trainctl.options.logger import Followed, Point
+from trainctl.options.logger import FollowedRun, Point
 
 trust_folder(Path(__file__).parents[1] / "options")
 
@@ -15,7 +15,7 @@ def point(step: int, loss: float) -> Point:
 
 def test_the_board(tmp_path: Path) -> None:
     keys = load_spec("logger", "board").keys(digits=1)
-    run = Followed(folder=tmp_path, id="1", name="run", keys=keys, config=RunConfig())
+    run = FollowedRun(folder=tmp_path, id="1", name="run", keys=keys, config=RunConfig())
     first = function_of("logger", "board")(run, None)
     first.write([point(1, 4.0), point(2, 3.0)])
     state = first.commit()
