@@ -12,6 +12,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.compose import NO_EFFECT, SAVED, ComposedConfig, compose_leniently, recompose
 from trainctl.config.layers import Layer
 from trainctl.config.overrides import expand_sweep
+from trainctl.config.registry import changed_section
 from trainctl.config.user_code import check_user_code
 from trainctl.data.source_lengths import count_epoch, preview_data_plan
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
@@ -20,7 +21,7 @@ from trainctl.launchers.config_checks import launcher_refusals
 from trainctl.memory.budget import MemoryBudget
 from trainctl.memory.traced import TracedModel, trace_model
 from trainctl.models.anatomy import shape_from_anatomy
-from trainctl.models.tracing import anatomy_in_child
+from trainctl.models.tracing import factory_in_child
 from trainctl.options.launcher import spec_of
 from trainctl.plans.shapes import head_dim
 from trainctl.plans.types import RunPlan
@@ -201,13 +202,20 @@ def read_factory(
     if model.factory is None or (model.anatomy and not is_changed):
         return composed, ()
     table: list[str] = []
+    arguments: dict[str, Any] = {}
     wrong = tuple(each for each in check_user_code(config, folder) if each.key == FACTORY)
     if not wrong:
         try:
-            table = anatomy_in_child(to_plain(config), folder)
+            made = factory_in_child(to_plain(config), folder)
+            table, arguments = made["anatomy"], made["arguments"]
         except TrainctlError as error:
             wrong = tuple(error.findings)
     layers, notes = dict(composed.layers), list(composed.findings)
+    if arguments:
+        for name in arguments.keys() - model.arguments.keys():  # type: ignore[attr-defined]
+            source = f"default of {model.factory}"
+            layers[f"model.arguments.{name}"] = (Layer(source, arguments[name]),)
+        config = replace(config, model=changed_section(model, arguments=arguments))
     read: dict[str, Any] = {"anatomy": table, **(shape_from_anatomy(table) if table else {})}
     for name, value in read.items():
         own = head_dim(model) if name == "head_dim" else getattr(model, name)

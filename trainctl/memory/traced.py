@@ -106,6 +106,7 @@ class _TraceKey:
         model = config.model
         self.key = (
             model.path,
+            repr(getattr(model, "arguments", "")),
             model.attention,
             tuple(model.anatomy),
             repr(config.precision),

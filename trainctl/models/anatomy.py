@@ -49,6 +49,8 @@ class Parameter:
     """Number of equal parts that tensor-parallel ranks can divide: heads, or columns of a
     feed-forward layer. 0 if every rank holds the whole parameter.
     """
+    is_undecayed: bool = False
+    """Whether the model's own code keeps it from weight decay."""
 
     @property
     def numel(self) -> int:
@@ -149,6 +151,14 @@ class Anatomy:
     """
     code: str = ""
     """Digest of the user's files that build the model (`model.factory`); empty for a directory."""
+    flops: tuple[tuple[int, int], ...] = ()
+    """Sequence lengths, rising, each with the floating point operations of a training step per
+    token; linear in between and beyond. Empty for a model whose attention says them.
+    """
+    masks_documents: bool = True
+    """Whether its code keeps packed documents apart."""
+    has_hidden_states: bool = True
+    """Whether its last hidden states are known apart from its logits."""
 
     @cached_property
     def total(self) -> int:
@@ -183,6 +193,16 @@ class Anatomy:
             and parameter.role is not Role.embedding
         )
         return round(inside) + (self.head if self.has_tied_head else 0)
+
+    @cached_property
+    def block_numbers(self) -> dict[str, int]:
+        """Index of the block of each parameter that is in one, by name."""
+        return {p.name: p.block for p in self.parameters if p.block is not None}
+
+    @cached_property
+    def undecayed(self) -> frozenset[str]:
+        """Names of the parameters that the model's own code keeps from weight decay."""
+        return frozenset(each.name for each in self.parameters if each.is_undecayed)
 
     @property
     def embedding(self) -> int:
@@ -221,12 +241,26 @@ class Anatomy:
         return self.blocks[parameter.block].active_share
 
     def attention_products(self, sequence_length: int) -> int:
-        """Return the multiplications of attention for one token, summed over all blocks."""
+        """Return the multiplications of attention for one token, summed over all blocks.
+
+        With `flops`, all operations beyond the multiplied weights count as attention's.
+        """
+        if self.flops:
+            return max(0, round(self._flops_at(sequence_length) / 6) - self.multiplied)
         return sum(
             attention.products(sequence_length)
             for block in self.blocks
             for attention in block.attention
         )
+
+    def _flops_at(self, sequence_length: int) -> float:
+        """Return the operations per token at a length, on the line through the nearest points."""
+        if len(self.flops) == 1:
+            return self.flops[0][1]
+        right = next((i for i, (n, _) in enumerate(self.flops) if n >= sequence_length), -1)
+        right = len(self.flops) - 1 if right < 0 else max(right, 1)
+        (n, low), (m, high) = self.flops[right - 1 : right + 1]
+        return low + (high - low) * (sequence_length - n) / (m - n)
 
     def to_table(self) -> list[str]:
         """Serialize to the list of strings in `model.anatomy`."""
@@ -235,13 +269,17 @@ class Anatomy:
     def _entries(self) -> Iterator[tuple[str, str]]:
         yield "model", " ".join(["supports", *self.attentions])
         yield from (("model", word) for word, name in _TRAITS.items() if getattr(self, name))
+        yield from (("model", word) for word, name in _LACKS.items() if not getattr(self, name))
         if self.unsharded_init:
             yield self.unsharded_init, "drawn-whole"
         if self.code:
             yield "model", f"code {self.code}"
+        if self.flops:
+            yield "model", " ".join(["flops", *(f"{n}:{count}" for n, count in self.flops)])
         for parameter in self.parameters:
             words = [_shape_text(parameter.shape), parameter.role.value]
             words += [f"shares={parameter.shares}"] if parameter.shares else []
+            words += ["undecayed"] if parameter.is_undecayed else []
             yield parameter.name, " ".join(words)
         for name, of in self.ties:
             yield name, f"tied {of}"
@@ -257,7 +295,7 @@ class Anatomy:
             yield block.name, " ".join(words)
 
 
-_TENSOR = re.compile(r"(\d+(?:x\d+)*|scalar) (\w+)(?: shares=(\d+))?")
+_TENSOR = re.compile(r"(\d+(?:x\d+)*|scalar) (\w+)(?: shares=(\d+))?( undecayed)?")
 _BLOCK = re.compile(r"block (\d+)(?: experts=(\d+)/(\d+))?((?: attention=\d+x\d+x\d+(?:@\d+)?)*)")
 _TRAITS = {
     "recurrent": "is_recurrent",
@@ -266,6 +304,8 @@ _TRAITS = {
     "routers-apart": "has_unknown_routers",
 }
 """Words in the table that describe the whole model, each with the field of `Anatomy` it sets."""
+_LACKS = {"documents-joined": "masks_documents", "logits-only": "has_hidden_states"}
+"""Words for what a module of the user's lacks, each with the field that is then False."""
 _ATTENTION = re.compile(r"(\d+)x(\d+)x(\d+)(?:@(\d+))?")
 
 
@@ -320,13 +360,16 @@ def _parse_table(table: tuple[str, ...]) -> Anatomy:
     ties: list[tuple[str, str]] = []
     attentions: tuple[str, ...] = ()
     unsharded_init = code = ""
+    flops: tuple[tuple[int, int], ...] = ()
     traits = set()
     for name, said in entries:
         kind, *words = said.split()
         if kind == "supports":
             attentions = tuple(words)
-        elif kind in _TRAITS:
+        elif kind in _TRAITS or kind in _LACKS:
             traits.add(kind)
+        elif kind == "flops":
+            flops = tuple((int(n), int(count)) for n, count in (each.split(":") for each in words))
         elif kind == "drawn-whole":
             unsharded_init = name
         elif kind == "code":
@@ -347,10 +390,9 @@ def _parse_table(table: tuple[str, ...]) -> Anatomy:
         attentions=attentions,
         unsharded_init=unsharded_init,
         code=code,
-        is_recurrent="recurrent" in traits,
-        has_length_dependent_rope="turns-by-length" in traits,
-        has_custom_expert_forward="experts-apart" in traits,
-        has_unknown_routers="routers-apart" in traits,
+        flops=flops,
+        **{name: word in traits for word, name in _TRAITS.items()},
+        **{name: word not in traits for word, name in _LACKS.items()},
     )
 
 
@@ -358,7 +400,7 @@ def _parse_tensor(name: str, said: str, blocks: dict[str, int]) -> Parameter | S
     found = _TENSOR.fullmatch(said)
     if found is None or found[2] not in {"buffer", *(role.value for role in Role)}:
         raise _no_entry(name, said)
-    sizes, role, shares = found.groups()
+    sizes, role, shares, undecayed = found.groups()
     shape = () if sizes == "scalar" else tuple(map(int, sizes.split("x")))
     if role == "buffer":
         return SavedBuffer(name=name, shape=shape)
@@ -368,6 +410,7 @@ def _parse_tensor(name: str, said: str, blocks: dict[str, int]) -> Parameter | S
         role=Role(role),
         block=block_of(name, blocks),
         shares=int(shares or 0),
+        is_undecayed=undecayed is not None,
     )
 
 

@@ -49,6 +49,7 @@ class Question(Enum):
     """A question that the child answers by the model's own code."""
 
     anatomy = "anatomy"
+    factory = "factory"
     trace = "trace"
 
 
@@ -69,10 +70,22 @@ def anatomy_in_child(config: Config, folder: Path | None = None) -> list[str]:
     """
     folder = folder or Path.cwd()
     found: list[str]
-    if config["model"]["factory"] is not None:  # never cached: it may read any file
-        found = _ask_process(Question.anatomy, config, folder)
+    if config["model"]["factory"] is not None:
+        found = factory_in_child(config, folder)["anatomy"]
     else:
         found = _answer_question(Question.anatomy, config, folder)
+    return found
+
+
+def factory_in_child(config: Config, folder: Path | None = None) -> dict[str, Any]:
+    """Return what `model.factory` makes: `anatomy`, and with `model=module` all its `arguments`.
+
+    It is never cached, since the function may read any file.
+
+    Raises:
+        TrainctlError: The arguments are wrong, or the model cannot be built.
+    """
+    found: dict[str, Any] = _ask_process(Question.factory, config, folder or Path.cwd())
     return found
 
 
@@ -139,7 +152,7 @@ def _cached_answer(key: str) -> Any:
 
 
 def _ask_process(question: Question, config: Config, folder: Path) -> Any:
-    what = {Question.anatomy: "reading", Question.trace: "tracing"}[question]
+    what = "tracing" if question is Question.trace else "reading"
     name = config["model"]["name"]
     _print_progress(f"{what} {name} by its own code, once: torch and transformers are imported")
     asked = {"question": question.value, "config": config, "folder": str(folder)}
@@ -173,8 +186,8 @@ def _ask_process(question: Question, config: Config, folder: Path) -> Any:
         raise _not_traced_error(
             config, f"its process ended with {process.returncode}: {last[:300]}"
         ) from None
-    if "error" in answer:
-        raise TrainctlError.from_findings([_finding_from_json(answer["error"])])
+    if "errors" in answer:
+        raise TrainctlError.from_findings([_finding_from_json(each) for each in answer["errors"]])
     return answer["found"]
 
 

@@ -37,7 +37,7 @@ from trainctl.options.optimizer import Maker, spec_of
 from trainctl.plans import mup, shapes
 from trainctl.plans.mup import TensorKind
 from trainctl.plans.shapes import TensorShape
-from trainctl.plans.trainable import trainable
+from trainctl.plans.trainable import block_numbers, trainable
 from trainctl.plans.types import Batch
 
 
@@ -277,6 +277,7 @@ def group_of(
     is_decayed = kind in (TensorKind.hidden, TensorKind.output) or (
         kind is TensorKind.embedding and optimizer.decay_embeddings
     )
+    is_decayed = is_decayed and name not in shapes.undecayed(model)
     weight_decay = optimizer.weight_decay if is_decayed else 0.0
     if override is not None and override.weight_decay is not None:
         weight_decay = override.weight_decay
@@ -308,7 +309,10 @@ def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:
     """Return the blocks between a tensor and the output: all for embeddings, 0 for the last
     norm.
     """
-    block = shapes.block_of(name)
+    if config.model.is_module and not config.model.is_unread:  # blocks under any name
+        block = block_numbers(config.model).get(name)
+    else:
+        block = shapes.block_of(name)
     if block is not None:
         return max(0, config.model.num_layers - 1 - block)
     return config.model.num_layers if kind is TensorKind.embedding else 0

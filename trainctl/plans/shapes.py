@@ -102,6 +102,12 @@ def anatomy(model: ModelConfig) -> Anatomy | None:
     return parse_anatomy(model.anatomy)
 
 
+def undecayed(model: ModelConfig) -> frozenset[str]:
+    """Return the names of the parameters that the model's own code keeps from weight decay."""
+    read = None if model.is_unread else anatomy(model)
+    return frozenset() if read is None else read.undecayed
+
+
 def tensor_units(model: ModelConfig) -> dict[str, int]:
     """Return the counts that the tensor-parallel size must divide, by config key or description."""
     read = None if model.is_unread else anatomy(model)

@@ -190,7 +190,7 @@ def block_numbers(model: ModelConfig) -> dict[str, int]:
     """Return the block index of each parameter that is in a block."""
     read = shapes.anatomy(model)
     if read is not None:
-        return {p.name: p.block for p in read.parameters if p.block is not None}
+        return read.block_numbers
     found = ((tensor.name, shapes.block_of(tensor.name)) for tensor in shapes.all_tensors(model))
     return {name: block for name, block in found if block is not None}
 

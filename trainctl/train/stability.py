@@ -303,10 +303,10 @@ def _loss_after_an_update(plan: RunPlan) -> Any:
 def _differs_in_random_draws(before: RunPlan, now: RunPlan) -> bool:
     """Return True if dropout masks may differ: each rank draws its own, for its part of the batch.
 
-    Only models from directories and adapters have dropout.
+    Only models from directories, modules of the user's and adapters have dropout.
     """
-    adapter = low_rank(now.config.adapter)
-    drops = now.config.model.is_directory or (adapter is not None and adapter.dropout > 0)
+    adapter, model = low_rank(now.config.adapter), now.config.model
+    drops = model.is_directory or model.is_module or (adapter is not None and adapter.dropout > 0)
     return drops and (before.mesh, before.batch) != (now.mesh, now.batch)
 
 

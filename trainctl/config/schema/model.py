@@ -152,7 +152,7 @@ class ModelConfig:
     @property
     def has_closed_form(self) -> bool:
         """Whether its tensors follow from its shape: a family of trainctl's."""
-        return not self.is_directory and self.factory is None
+        return not (self.is_directory or self.is_module) and self.factory is None
 
     @property
     def needs_trace(self) -> bool:
@@ -163,6 +163,12 @@ class ModelConfig:
     def is_directory(self) -> bool:
         """Whether a transformers directory defines it; the shape then only describes it."""
         said: bool = load_spec("model", self.family).is_directory
+        return said
+
+    @property
+    def is_module(self) -> bool:
+        """Whether `factory` returns a torch module that is not transformers'."""
+        said: bool = load_spec("model", self.family).is_module
         return said
 
     @property

@@ -180,6 +180,8 @@ class Family(Spec):
     """Whether eager attention computes its probabilities in fp32."""
     is_directory: bool = False
     """Whether a transformers directory defines the model, rather than shape keys."""
+    is_module: bool = False
+    """Whether a function of the user's makes it, a torch module that is not transformers'."""
     directory: Directory = Directory()
     """Rules by which a transformers directory is recognised as this family."""
     axes: tuple[str, ...] = AXES
@@ -232,15 +234,20 @@ def spec_of(model: ModelConfig) -> Family:
 
 def families() -> tuple[Family, ...]:
     """Return the families that are defined by shape keys, by name."""
-    return tuple(spec for spec in load_specs("model") if not spec.is_directory)
+    specs = load_specs("model")
+    return tuple(spec for spec in specs if not (spec.is_directory or spec.is_module))
 
 
 def architecture(model: ModelConfig) -> Family | None:
-    """Return the family of a model's architecture, also if a directory defines it; None if unknown.
+    """Return the family of a model's architecture, also if a directory defines it.
+
+    None if it is unknown, or a module of the user's.
 
     A directory may have a family's architecture without having its plain form.
     """
     spec = spec_of(model)
+    if spec.is_module:
+        return None
     return family_of_type(model.model_type or "") if spec.is_directory else spec
 
 

@@ -260,6 +260,15 @@ def listed_stages_fit(draft: Draft) -> Iterator[Problem]:
         )
 
 
+_MODULE_LACKS = {
+    "tensor": ": nothing says how its matrices are split",
+    "pipeline": ": nothing says how it is cut into stages",
+    "sequence": ": its forward pass needs whole sequences",
+    "norms": ": nothing says which of its norms may see a part of a sequence",
+}
+"""Reasons, by axis, why a module of the user's is not split."""
+
+
 @rule(
     "TC014",
     "parallelism.sequence_sharded_norms",
@@ -292,6 +301,8 @@ def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Problem]:
     def why_not(axis: str) -> str | None:
         if known is not None:
             return None if axis in known.axes else f": {known.why_not[axis]}"
+        if model.is_module:
+            return _MODULE_LACKS[axis]
         if model.trust_remote_code:
             return ": code of the directory's own (model.trust_remote_code) was not tried"
         return architectures.why_not(None if model.factory else model.model_type, axis)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from trainctl.config.schema import AttentionKind, WeightsKind
+from trainctl.config.schema import AttentionKind, CrossEntropyKind, WeightsKind
 from trainctl.options import model as families
 from trainctl.options import tokenizer as tokenizers
 from trainctl.options.optimizer import spec_of
@@ -35,6 +35,69 @@ def model_has_its_directory(draft: Draft) -> Iterator[Problem]:
             f"model.family={model.family} needs model.path, a transformers directory with "
             "config.json",
             "model.path=/path/to/model",
+        )
+
+
+@rule("TC402", "model.factory", example="recipe=tiny model=module")
+def module_has_its_function(draft: Draft) -> Iterator[Problem]:
+    """A module has the function that makes it.
+
+    The family module has no shape of its own: everything is read from the module that your function
+    returns.
+
+    Fix: Set model.factory=package:function.
+    """
+    model = draft.config.model
+    if model.is_module and model.factory is None:
+        yield Problem(
+            f"model.family={model.family} needs model.factory, the function that makes the module",
+            "model.factory=package:function",
+        )
+
+
+@rule(
+    "TC403",
+    "data.mask_documents",
+    "kernels.cross_entropy",
+    "kernels.mlp_tiles",
+    situation="A module whose code has no `masks_documents`, with `data.mask_documents=true`",
+    message="data.mask_documents=true: the module of model.factory=mine:model does not say that "
+    "its forward pass keeps documents apart",
+)
+def module_can_do_what_is_asked(draft: Draft) -> Iterator[Problem]:
+    """A module of your own has what a setting needs of its code.
+
+    A module is any code. Some settings rely on what only its author knows: that documents of one
+    sequence do not see each other, or where its last hidden states are.
+
+    Fix: Give the module what the message names (`trainctl.models.module`), or leave the setting
+    out.
+    """
+    config = draft.config
+    model, what = config.model, f"the module of model.factory={config.model.factory}"
+    read = anatomy(model) if model.is_module and not model.is_unread else None
+    if read is None or not config.trains_itself:
+        return
+    if config.data.mask_documents and not read.masks_documents:
+        yield Problem(
+            f"data.mask_documents=true: {what} does not say that its forward pass keeps documents "
+            "apart",
+            "data.mask_documents=false; or let a document begin where position_ids are 0, and set "
+            "masks_documents = True in the module's class",
+        )
+    kind = config.kernels.cross_entropy
+    if kind is CrossEntropyKind.chunked and not read.has_hidden_states:
+        yield Problem(
+            f"kernels.cross_entropy=chunked: {what} gives logits, and not its last hidden states",
+            "kernels.cross_entropy=plain; or return hidden states, and give the module logits()",
+            key="kernels.cross_entropy",
+        )
+    if config.kernels.mlp_tiles > 1:
+        yield Problem(
+            f"kernels.mlp_tiles={config.kernels.mlp_tiles}: which layers of {what} treat each "
+            "token by itself is not known",
+            "kernels.mlp_tiles=1",
+            key="kernels.mlp_tiles",
         )
 
 

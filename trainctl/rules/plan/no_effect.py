@@ -57,6 +57,21 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "model=hf",
     ),
     (
+        (
+            "model.attention",
+            "model.head_dim",
+            "model.intermediate_size",
+            "model.norm_epsilon",
+            "model.num_attention_heads",
+            "model.num_key_value_heads",
+            "model.rope_theta",
+            "model.sliding_window",
+            "model.trust_remote_code",
+        ),
+        lambda c: not c.model.is_module,
+        "a model of transformers: a module has arguments of its own, model.arguments",
+    ),
+    (
         ("model.mup_base_width", "model.mup_base_head_dim"),
         lambda c: c.model.mup,
         "model.mup=true",

@@ -12,11 +12,13 @@ import re
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -46,8 +48,10 @@ from trainctl.train.models.model import (
     failure_hint,
     failures_in_words,
     has_own_code,
+    skeleton,
     transformers_config,
 )
+from trainctl.train.models.module import ModuleModel, largest_list, require_first_argument
 from trainctl.train.models.weights import NonShardableInit, parameter_initializers
 from trainctl.train.parallel.experts import expert_modules, routers_of
 from trainctl.train.parallel.shard_plan import tensor_parallel_shares
@@ -80,6 +84,11 @@ def anatomy(model: ModelConfig) -> Anatomy:
     if model.factory is None:
         return _read_anatomy(model)
     found = _read_anatomy(model)
+    if model.is_module:
+        with failures_in_words(model, "built"):
+            started = skeleton(model, torch.bfloat16)
+            unsharded = _non_shardable_parameter(started, is_module=True)
+        return replace(found, unsharded_init=unsharded, code=user_code_digest())
     # Ranks call the function with the sizes of the model it made; that must give the same model.
     table = found.to_table()
     again = replace(model, **shape_from_anatomy(table))
@@ -92,13 +101,72 @@ def anatomy(model: ModelConfig) -> Anatomy:
     return replace(found, code=user_code_digest())
 
 
+LENGTHS = (16, 32)
+"""Sequence lengths at which torch counts a module's operations: few tokens, for loops over them."""
+
+ASKED_LENGTHS = tuple(1 << power for power in range(6, 21))
+"""Sequence lengths at which a module's own `flops_per_token` is called."""
+
+
+def _module_anatomy(built: ModuleModel, model: ModelConfig) -> Anatomy:
+    """Return the anatomy of a module on fake tensors, with what its own code says."""
+    require_first_argument(built.own_blocks())
+    output = built(input_ids=torch.zeros(1, TOKENS, dtype=torch.long))
+    _require_logits(built, model, output)
+    undecayed = set(built.no_decay())
+    found = anatomy_of_built(built, model)
+    if not {Role.head, Role.embedding} & {each.role for each in found.parameters}:
+        raise TrainctlError(
+            f"model.factory={model.factory}: {type(built.module).__name__} has neither an "
+            "nn.Embedding nor an nn.Linear outside its blocks with one row for each token",
+            hint="let one of both hold the vocabulary, by which its size is known",
+        )
+    return replace(
+        found,
+        parameters=tuple(
+            replace(each, is_undecayed=each.name in undecayed) for each in found.parameters
+        ),
+        flops=_own_flops(built),
+        masks_documents=built.masks_documents,
+        has_hidden_states=built.returns_hidden_states,
+        unsharded_init="",
+    )
+
+
+def _own_flops(built: ModuleModel) -> tuple[tuple[int, int], ...]:
+    """Return operations per token of forward and backward pass, by sequence length."""
+    asked = [(length, built.flops_per_token(length)) for length in ASKED_LENGTHS]
+    points = [(length, round(count)) for length, count in asked if count is not None]
+    if not points:
+        points = [(length, round(_counted_flops(built, length))) for length in LENGTHS]
+    kept = points[:1]
+    for here, after in pairwise(points[1:]):
+        (n, low), (m, mid), (k, high) = kept[-1], here, after
+        if abs(mid - (low + (high - low) * (m - n) / (k - n))) > 0.5:
+            kept.append(here)
+    return (*kept, points[-1])
+
+
+def _counted_flops(built: ModuleModel, length: int) -> float:
+    """Return three times the operations of a forward pass per token, as torch counts products."""
+    mapping = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
+        built(input_ids=torch.zeros(1, length, dtype=torch.long))
+    return 3 * counter.get_total_flops() / length
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
 def _read_anatomy(model: ModelConfig) -> Anatomy:
     seen = ForwardProbe()
     AttentionInterface.register(COUNTED, seen.attend)
     with FakeTensorMode(allow_non_fake_inputs=True), failures_in_words(model, "built"):
         if model.factory is not None:
             built = factory_model(model, torch.bfloat16)
-            built.config._attn_implementation = COUNTED
+            if not isinstance(built, ModuleModel):
+                built.config._attn_implementation = COUNTED
         else:
             config = transformers_config(model)
             _refuse_other_tasks(model, config)
@@ -109,6 +177,8 @@ def _read_anatomy(model: ModelConfig) -> Anatomy:
         require_blocks(built, model)
         built.tie_weights()
         built.train()
+        if isinstance(built, ModuleModel):
+            return _module_anatomy(built, model)
         _require_logits(built, model, _run_forward(built, seen))
         _refuse_bidirectional_attention(model, built.config, seen)
         return replace(
@@ -158,15 +228,7 @@ def decoder_blocks(built: nn.Module) -> list[nn.Module]:
     """Return the decoder blocks: the modules that transformers marks as such
     (`GradientCheckpointingLayer`), else the children of the `ModuleList` with the most parameters.
     """
-    marked = blocks(built)
-    if marked:
-        return list(marked)
-    lists = [module for module in built.modules() if isinstance(module, nn.ModuleList)]
-
-    def size(each: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in each.parameters())
-
-    return list(max(lists, key=size, default=nn.ModuleList()))
+    return list(blocks(built)) or largest_list(built)
 
 
 def _require_logits(built: PreTrainedModel, model: ModelConfig, output: Any) -> None:
@@ -178,7 +240,9 @@ def _require_logits(built: PreTrainedModel, model: ModelConfig, output: Any) -> 
     found = "no logits" if logits is None else f"logits of {list(logits.shape)}"
     raise TrainctlError(
         f"model.factory={model.factory}: {type(built).__name__} gives {found} for {TOKENS} tokens",
-        hint="return a transformers PreTrainedModel with a language-modelling head",
+        hint="give the logits of every token, (samples, length, vocabulary)"
+        if model.is_module
+        else "return a transformers PreTrainedModel with a language-modelling head",
     )
 
 
@@ -334,7 +398,7 @@ class _Reader:
         """
         config = self._built.config
         heads = getattr(config, "num_attention_heads", None)
-        if not heads or self._built._is_stateful:
+        if not heads or self._built._is_stateful or isinstance(self._built, ModuleModel):
             return ()
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         return (Attention(heads, width, width, getattr(config, "sliding_window", None)),)
@@ -359,13 +423,15 @@ class _Reader:
         return Role.bias if own.endswith("bias") else Role.weight
 
 
-def _non_shardable_parameter(built: PreTrainedModel) -> str:
+def _non_shardable_parameter(built: PreTrainedModel, *, is_module: bool = False) -> str:
     """Return the first parameter that cannot be drawn in parts, or an empty string."""
     try:
         parameter_initializers(built)
     except NonShardableInit as found:
         return found.name
     except Exception:  # the run may start from weights; else its rank reports this
+        if is_module:
+            raise
         return ""
     return ""
 
@@ -388,13 +454,14 @@ def block_kinds(built: PreTrainedModel) -> list[int]:
 
 def _block_signature(block: nn.Module) -> Hashable:
     tensors = tuple((name, tuple(tensor.shape)) for name, tensor in block.named_parameters())
+    code = type(block).__qualname__
     settings = tuple(
         (name, key, value)
         for name, module in block.named_modules()
         for key, value in sorted(vars(module).items())
         if isinstance(value, (bool, int, float, str)) and not _is_number_of_block(key)
     )
-    return tensors, settings
+    return code, tensors, settings
 
 
 def _is_number_of_block(key: str) -> bool:
@@ -428,6 +495,8 @@ def skip_duplicate_blocks(built: PreTrainedModel) -> dict[nn.Module, int]:
 
 
 def _expert_modules(built: nn.Module) -> list[nn.Module]:
+    if isinstance(built, ModuleModel):
+        return []  # experts of a form of its own, which nothing here splits or balances
     return [module for module in built.modules() if _expert_count(module)]
 
 

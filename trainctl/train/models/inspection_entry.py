@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain
+from trainctl.config.registry import changed_section
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.models.tensors import stored_tensors
@@ -38,7 +39,7 @@ def _answer_request(asked: dict[str, Any]) -> dict[str, Any]:
             "found": _answer_question(Question(asked["question"]), config, Path(asked["folder"]))
         }
     except TrainctlError as error:
-        (found,) = error.findings or (
+        found = error.findings or (
             Finding(
                 rule=NOT_TRACED,
                 key="model.path" if config.model.factory is None else "model.factory",
@@ -47,13 +48,14 @@ def _answer_request(asked: dict[str, Any]) -> dict[str, Any]:
                 exit_code=error.exit_code,
             ),
         )
-        return {"error": asdict(found)}
+        return {"errors": [asdict(each) for each in found]}
 
 
 def _answer_question(question: Question, config: RunConfig, folder: Path) -> Any:
     try:
         from trainctl.data.user_functions import make_importable
         from trainctl.train.models.anatomy import anatomy
+        from trainctl.train.models.module import complete_arguments
         from trainctl.train.models.trace import trace
     except ModuleNotFoundError as missing:
         raise TrainctlError(
@@ -64,6 +66,10 @@ def _answer_question(question: Question, config: RunConfig, folder: Path) -> Any
         ) from None
     if config.model.factory is not None:
         make_importable(folder)
+    if question is Question.factory:
+        found = complete_arguments(config.model) if config.model.is_module else {}
+        model = changed_section(config.model, arguments=found) if found else config.model
+        return {"anatomy": anatomy(model).to_table(), "arguments": found}
     if question is Question.anatomy:
         return anatomy(config.model).to_table()
     return trace(config).to_json()

@@ -39,6 +39,7 @@ from trainctl.models.hf_weights import Buffer, persistent_buffers
 from trainctl.options.model import Family, families, family_of_type, spec_of
 from trainctl.plans.mup import multipliers
 from trainctl.plans.shapes import final_norm_tensors, head_dim, key_value_heads
+from trainctl.train.models.module import adapt_module
 from trainctl.train.models.weights import SkipInit, WeightSource
 from trainctl.train.parallel.experts import compute_in_fp32
 
@@ -86,8 +87,11 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
     No rank holds a weight yet, whatever the model's size; `materialise` fills them in.
     """
-    with _parameters_on_meta(), SkipInit():
-        built = factory_model(model, dtype) if model.factory else _own_model(model, dtype)
+    if model.is_module:
+        built = factory_model(model, dtype, on_meta=True)
+    else:
+        with _parameters_on_meta(), SkipInit():
+            built = factory_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
     for buffer in persistent_buffers(built):  # state stays in fp32 as published: a router's bias
         if buffer.tensor.is_floating_point():
@@ -128,14 +132,26 @@ def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     )
 
 
-def factory_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model that `model.factory` makes of the declared shape, in the given type."""
+def factory_model(
+    model: ModelConfig, dtype: torch.dtype, *, on_meta: bool = False
+) -> PreTrainedModel:
+    """Return the model that `model.factory` makes, in the given type.
+
+    The function gets the declared shape, and with `model=module` its own arguments.
+
+    Args:
+        on_meta: Whether the parameters of a module go to the meta device.
+    """
     assert model.factory is not None
-    built = load_user_function("model.factory", model.factory)(model)
+    if model.is_module:
+        built: Any = adapt_module(model, on_meta=on_meta)
+    else:
+        built = load_user_function("model.factory", model.factory)(model)
     if not isinstance(built, PreTrainedModel):
         raise TrainctlError(
             f"model.factory={model.factory} gave a {type(built).__name__}",
-            hint="return a transformers PreTrainedModel with a language-modelling head",
+            hint="return a transformers PreTrainedModel with a language-modelling head; "
+            "model=module takes any torch.nn.Module",
         )
     for parameter in built.parameters():
         if parameter.is_floating_point():

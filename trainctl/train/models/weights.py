@@ -64,6 +64,7 @@ class SeedWeights:
         factor: Callable[[str, torch.Size], float] = lambda name, shape: 1.0,
     ) -> None:
         self._seed, self._std, self._laws, self._factor = seed, std, laws or {}, factor
+        self._whole = ("", torch.empty(0))
 
     @classmethod
     def of(cls, config: ModelConfig, model: PreTrainedModel, seed: int) -> SeedWeights:
@@ -103,21 +104,34 @@ class SeedWeights:
         return InitializedRange(0, shape.numel(), law)
 
     def _draw(
-        self, values: torch.Tensor, law: Initializer, name: str, shape: torch.Size, start: int
+        self,
+        values: torch.Tensor,
+        law: Initializer | WholeInitializer,
+        name: str,
+        shape: torch.Size,
+        start: int,
     ) -> None:
         """Fill `values` with the elements of a parameter from index `start` on."""
+        if isinstance(law, WholeInitializer):
+            if self._whole[0] != name:
+                self._whole = name, law.draw(self._seed, name, shape)
+            values.copy_(self._whole[1][start : start + values.numel()])
+            return
         if not law.is_random:
             values.fill_(law.constant())
             return
         factor, end = self._factor(name, shape), start + values.numel()
         chunk = torch.empty(CHUNK)
         for index in range(start // CHUNK, math.ceil(end / CHUNK)):
-            digest = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            generator = torch.Generator().manual_seed(_seed_of(f"{self._seed}/{name}/{index}"))
             law.draw(chunk, generator, factor)
             base = index * CHUNK
             first, last = max(start, base), min(end, base + CHUNK)
             values[first - start : last - start] = chunk[first - base : last - base]
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 class SafetensorsWeights:
@@ -210,7 +224,7 @@ class NonShardableInit(TrainctlError):
     """Error: an initialisation cannot be repeated for a part of its parameter."""
 
     def __init__(self, name: str, operation: str) -> None:
-        self.name = name
+        self.name, self.operation = name, operation
         super().__init__(
             f"the model's own code starts {name} by {operation}, which cannot be done for a part "
             "of it by itself",
@@ -263,7 +277,14 @@ class Initializer:
 
 
 ZERO = Initializer(((torch.ops.aten.zero_.default, ()),))
-ONE = Initializer(((torch.ops.aten.fill_.Scalar, (1.0,)),))
+
+
+def constant_initializer(value: float) -> Initializer:
+    """Return the law of one value for all elements."""
+    return Initializer(((torch.ops.aten.fill_.Scalar, (value,)),))
+
+
+ONE = constant_initializer(1.0)
 
 
 def normal_initializer(std: float) -> Initializer:
@@ -272,12 +293,32 @@ def normal_initializer(std: float) -> Initializer:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeInitializer:
+    """Initialisation that needs the whole parameter: each rank draws all of it, one at a time."""
+
+    function: Callable[[torch.Tensor], Any]
+    """Sets the values of a zeroed tensor in place; random ones come from torch's own generator."""
+
+    @property
+    def named(self) -> list[tuple[str, tuple[Any, ...]]]:
+        return [("whole", ())]
+
+    def draw(self, seed: int, name: str, shape: torch.Size) -> torch.Tensor:
+        """Return the parameter, flat and fp32."""
+        values = torch.zeros(shape)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(_seed_of(f"{seed}/{name}"))
+            self.function(values)
+        return values.reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
 class InitializedRange:
     """Elements [start, stop) of a flattened parameter that share one law."""
 
     start: int
     stop: int
-    law: Initializer
+    law: Initializer | WholeInitializer
 
 
 Initializers = dict[str, list[InitializedRange]]
@@ -292,8 +333,12 @@ def parameter_initializers(model: PreTrainedModel) -> Initializers:
     Raises:
         NonShardableInit: Operations that make a parameter cannot be repeated for a part of it.
     """
+    own = getattr(model, "own_initializers", None)  # a module of the user's
+    if own is not None:
+        found: Initializers = own()
+        return found
     names = {parameter: name for name, parameter in model.named_parameters()}
-    recorder = _Recorder(names)
+    recorder = InitRecorder(names)
     head = model.get_output_embeddings()
     is_tied = head is not None and names[head.weight] != _weight_name(model, head)
     with torch.no_grad(), recorder:
@@ -325,10 +370,10 @@ class SkipInit(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run_operation(func, args, kwargs)
+        return run_operation(func, args, kwargs)
 
 
-class _Recorder(TorchDispatchMode):
+class InitRecorder(TorchDispatchMode):
     """Dispatch mode that records the in-place operations on meta parameters in `laws`."""
 
     def __init__(self, names: dict[nn.Parameter, str]) -> None:
@@ -339,7 +384,7 @@ class _Recorder(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = _run_operation(func, args, kwargs)
+        output = run_operation(func, args, kwargs)
         target = args[0] if args else None
         if func._schema.is_mutable and isinstance(target, torch.Tensor):
             found = self._known.get(_storage_id(target))
@@ -364,10 +409,11 @@ class _Recorder(TorchDispatchMode):
         is_same = last is not None and (last.start, last.stop) == (start, stop)
         if func.name() not in ELEMENTWISE_FOLLOWUPS or last is None or not is_same:
             raise NonShardableInit(name, func.name())
+        assert isinstance(last.law, Initializer)
         stretches[-1] = InitializedRange(start, stop, Initializer((*last.law.operations, step)))
 
 
-def _run_operation(func: Any, args: Any, kwargs: Any) -> Any:
+def run_operation(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation. An initialisation in place on a meta tensor only returns its target."""
     if func.name() in RANDOM + CONSTANT and args[0].is_meta:
         return args[0]

@@ -1,0 +1,389 @@
+"""A torch module of the user's, seen as a transformers model (`model=module`).
+
+All other code handles one kind of model. `ModuleModel` is a second view of the user's module: both
+objects have the same attribute dictionary, so that parameters, buffers and submodules keep the
+names that the user gave them, whichever of both an engine changes. Blocks get transformers' base
+class of recomputed layers. `trainctl.models.module` documents what the module may define.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_utils import PreTrainedModel
+
+from trainctl.config.function_arguments import arguments_class, call_function, check_arguments
+from trainctl.config.schema import ModelConfig
+from trainctl.data.user_functions import load_user_function
+from trainctl.errors import TrainctlError
+from trainctl.train.models.weights import (
+    InitializedRange,
+    Initializers,
+    InitRecorder,
+    NonShardableInit,
+    WholeInitializer,
+    constant_initializer,
+)
+
+MODEL_TYPE = "module"
+VIEW = "_trainctl_view"
+"""Entry of the shared attribute dictionary that only `ModuleModel` reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a module's transformers side needs."""
+
+    module: nn.Module
+    config: PretrainedConfig
+    started: ConstructorInit | None
+
+
+class ModuleModel(PreTrainedModel):
+    """View of a user's module with the interface of a transformers model."""
+
+    config_class = PretrainedConfig
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, model: ModelConfig, started: ConstructorInit | None = None
+    ) -> ModuleModel:
+        """Return the view of a module, whose blocks become recomputable in place.
+
+        Args:
+            started: Record of its constructors; None for a module whose values are not wanted.
+        """
+        config = PretrainedConfig(architectures=[type(module).__name__])
+        config.model_type = MODEL_TYPE
+        for name in ("vocab_size", "hidden_size", "num_attention_heads"):
+            setattr(config, name, getattr(model, name))
+        config.num_hidden_layers = model.num_layers
+        made: ModuleModel = cls.__new__(cls)
+        object.__setattr__(made, "__dict__", module.__dict__)
+        module.__dict__[VIEW] = _View(module, config, started)
+        for block in made.own_blocks():
+            block.__class__ = _recomputable(block.__class__)
+        return made
+
+    @property
+    def config(self) -> PretrainedConfig:  # type: ignore[override]
+        """Configuration; the module may have an attribute of that name."""
+        config: PretrainedConfig = self.__dict__[VIEW].config
+        return config
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        found: nn.Module = self.__dict__[VIEW].module
+        return found
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **further: Any,
+    ) -> CausalLMOutput:
+        """Return the logits of a batch."""
+        found = self.hidden_states(input_ids, position_ids, **further)
+        return CausalLMOutput(logits=self.head(found) if self.returns_hidden_states else found)
+
+    @property
+    def returns_hidden_states(self) -> bool:
+        """Whether the module's `forward` ends before the logits."""
+        return _method(self.module, "logits") is not None
+
+    def hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **further: Any,
+    ) -> torch.Tensor:
+        """Return what the module's `forward` gives, out of its tuple or object."""
+        if position_ids is None:
+            places = torch.arange(input_ids.shape[1], device=input_ids.device)
+            position_ids = places.expand_as(input_ids)
+        # `forward` and not a call: the hooks of the shared dictionary run around this view.
+        found = self.module.forward(input_ids, position_ids, **further)
+        found = found[0] if isinstance(found, tuple | list) else found
+        for name in ("logits", "last_hidden_state"):
+            found = getattr(found, name, found)
+        result: torch.Tensor = found
+        return result
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of last hidden states."""
+        method = _method(self.module, "logits")
+        assert method is not None
+        logits: torch.Tensor = method(hidden)
+        return logits
+
+    def own_blocks(self) -> list[nn.Module]:
+        """Return the module's blocks, in order."""
+        found = getattr(self.module, "blocks", None)
+        if isinstance(found, nn.ModuleList | nn.Sequential):
+            return list(found)
+        if found is not None and not isinstance(found, nn.Module):
+            return list(found() if callable(found) else found)
+        return largest_list(self)
+
+    def no_decay(self) -> tuple[str, ...]:
+        """Return the names of the parameters that the module keeps from weight decay.
+
+        Raises:
+            TrainctlError: It names what is none of its parameters.
+        """
+        method = _method(self.module, "no_decay")
+        names = tuple(method()) if method is not None else ()
+        known = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        for name in names:
+            if name not in known:
+                raise TrainctlError(
+                    f"{type(self.module).__name__}.no_decay() names {name!r}, which is no parameter"
+                )
+        return names
+
+    def flops_per_token(self, sequence_length: int) -> float | None:
+        """Return the module's own count of operations; None if it has none."""
+        method = _method(self.module, "flops_per_token")
+        return None if method is None else float(method(sequence_length))
+
+    @property
+    def masks_documents(self) -> bool:
+        return bool(getattr(self.module, "masks_documents", False))
+
+    def get_output_embeddings(self) -> Any:
+        """Return the last linear layer outside the blocks with a row for each token; may be None.
+
+        The rows are counted on an embedding, or a tied weight.
+        """
+        inside = {module for block in self.own_blocks() for module in block.modules()}
+        outside = [module for module in self.modules() if module not in inside]
+        rows = {m.num_embeddings for m in outside if isinstance(m, nn.Embedding)}
+        heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
+        return heads[-1] if heads else None
+
+    def get_input_embeddings(self) -> Any:
+        """Return the first embedding; None if there is none."""
+        return next((m for m in self.modules() if isinstance(m, nn.Embedding)), None)
+
+    def tie_weights(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the module has tied its weights itself."""
+
+    def own_initializers(self) -> Initializers:
+        """Return how each parameter starts: by `initialize`, else as constructors started it.
+
+        Raises:
+            NonShardableInit: Only the constructor knows the values of a parameter.
+        """
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        started = self.__dict__[VIEW].started
+        assert started is not None, "only a skeleton knows its initial values"
+        found = started.of(names)
+        method = _method(self.module, "initialize")
+        own: Initializers = {}
+        for parameter, name in names.items():
+            if method is None:
+                break
+            try:
+                with torch.no_grad(), InitRecorder({parameter: name}) as recorder:
+                    method(name, parameter)
+                own |= recorder.laws
+            except (NonShardableInit, RuntimeError):  # it copies values, or looks at them
+                law = WholeInitializer(partial(method, name))
+                own[name] = [InitializedRange(0, parameter.numel(), law)]
+        for name, operation in found.unknown.items():
+            if name not in own:
+                raise NonShardableInit(name, operation)
+        return found.laws | own
+
+
+def adapt_module(model: ModelConfig, *, on_meta: bool) -> ModuleModel:
+    """Return the view of the module that `model.factory` makes.
+
+    Args:
+        on_meta: Whether parameters go to the meta device, with a record of how they start.
+
+    Raises:
+        TrainctlError: The function's arguments are wrong, or it returns no module.
+    """
+    assert model.factory is not None
+    named = f"model.factory={model.factory}"
+    function = load_user_function("model.factory", model.factory)
+    with record_constructors() if on_meta else nullcontext() as started:
+        built = call_function(function, getattr(model, "arguments", {}), named)
+    if not isinstance(built, nn.Module) or isinstance(built, PreTrainedModel):
+        raise TrainctlError(
+            f"{named} gave a {type(built).__name__}",
+            hint="with model=module return a torch.nn.Module; one of transformers goes with any "
+            "other model=... and takes the model section",
+        )
+    return ModuleModel.of(built, model, started)
+
+
+def complete_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Return all arguments of the function `model.factory`, as plain data.
+
+    Raises:
+        TrainctlError: One is unknown or of another type (exit code 2).
+    """
+    assert model.factory is not None
+    function = load_user_function("model.factory", model.factory)
+    cls = arguments_class(function, f"model.factory={model.factory}")
+    return check_arguments(cls, getattr(model, "arguments", {}), "model.arguments")
+
+
+def largest_list(built: nn.Module) -> list[nn.Module]:
+    """Return the children of the `ModuleList` with the most parameters; empty without one."""
+    lists = [module for module in built.modules() if isinstance(module, nn.ModuleList)]
+
+    def size(each: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in each.parameters())
+
+    return list(max(lists, key=size, default=nn.ModuleList()))
+
+
+@cache
+def _recomputable(block: Any) -> Any:
+    """Return a block's class with the base class that `recompute.wrap_blocks` looks for."""
+    if issubclass(block, GradientCheckpointingLayer):
+        return block
+    bases, module = (GradientCheckpointingLayer, block), block.__module__
+    return type(block.__name__, bases, {"__module__": module, "__qualname__": block.__qualname__})
+
+
+def _method(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """Return an optional method of a module; a submodule or a tensor of that name is none."""
+    found = getattr(module, name, None)
+    return found if callable(found) and not isinstance(found, nn.Module) else None
+
+
+FRESH = frozenset({"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty"})
+"""Operations that return a tensor without values."""
+
+
+@dataclass
+class _Started:
+    """How parameters start, by canonical name."""
+
+    laws: Initializers
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Parameters whose values only the constructor knows, with the operation that made them."""
+
+
+class ConstructorInit(InitRecorder):
+    """Dispatch mode that records how constructors start each parameter.
+
+    Constructors draw on parameters that are on the meta device already, so that no rank holds a
+    weight. A parameter that is registered with values keeps them if they are all equal.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self._keys: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._unknown: dict[str, str] = {}
+        self._fresh: set[int] = set()
+        self._made_by: dict[int, str] = {}
+
+    def to_meta(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a parameter's stand-in on the meta device, the same for the same parameter."""
+        if parameter.is_meta:
+            return parameter
+        if parameter in self._moved:
+            known: nn.Parameter = self._moved[parameter]
+            return known
+        made = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        key = str(len(self._known))
+        self._known[_storage(made)] = (key, made)
+        self._keys[made] = key
+        self._moved[parameter] = made
+        storage = _storage(parameter)
+        if storage in self._fresh:
+            self._fresh.discard(storage)
+        else:
+            self._keep_values(key, parameter.detach())
+        return made
+
+    def of(self, names: dict[nn.Parameter, str]) -> _Started:
+        """Return what was recorded of the parameters of a finished module."""
+        keys = {self._keys[each]: name for each, name in names.items() if each in self._keys}
+        return _Started(
+            {keys[key]: laws for key, laws in self.laws.items() if key in keys},
+            {keys[key]: op for key, op in self._unknown.items() if key in keys},
+        )
+
+    def _keep_values(self, key: str, values: torch.Tensor) -> None:
+        flat = values.reshape(-1)
+        if flat.numel() and bool((flat == flat[0]).all()):
+            law = constant_initializer(float(flat[0]))
+            self.laws[key] = [InitializedRange(0, flat.numel(), law)]
+        else:
+            self._unknown[key] = "values that its constructor computes"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.is_mutable:
+            if args and isinstance(args[0], torch.Tensor):
+                self._fresh.discard(_storage(args[0]))
+        elif isinstance(output, torch.Tensor):
+            shared = {_storage(each) for each in args if isinstance(each, torch.Tensor)}
+            if func.name() in FRESH:
+                self._fresh.add(_storage(output))
+            elif _storage(output) not in shared:  # not a view: other values, maybe at a freed place
+                self._fresh.discard(_storage(output))
+        return output
+
+    def _note(self, name: str, *rest: Any) -> None:
+        try:
+            super()._note(name, *rest)
+        except NonShardableInit as found:
+            self._unknown[name] = found.operation
+        else:
+            self._unknown.pop(name, None)
+
+
+@contextmanager
+def record_constructors() -> Iterator[ConstructorInit]:
+    """Record how parameters start, and keep their values off this process's memory."""
+    recorder = ConstructorInit()
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(module, name, None if param is None else recorder.to_meta(param))
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def require_first_argument(blocks: Sequence[nn.Module]) -> None:
+    """Refuse blocks that are called without a positional argument, once the module runs."""
+    for block in blocks:
+        block.register_forward_pre_hook(_refuse_keywords, with_kwargs=True)
+
+
+def _refuse_keywords(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not args or not isinstance(args[0], torch.Tensor):
+        raise TrainctlError(
+            f"{type(block).__name__} is a block and gets its hidden states by keyword",
+            hint="block(hidden, ...): the first argument is what recomputation keeps",
+        )
