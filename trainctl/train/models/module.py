@@ -42,7 +42,7 @@ VIEW = "_trainctl_view"
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a module's transformers side needs."""
+    """Attributes of the transformers side of a module."""
 
     module: nn.Module
     config: PretrainedConfig
@@ -275,7 +275,7 @@ FRESH = frozenset({"aten::empty.memory_format", "aten::empty_strided", "aten::ne
 
 @dataclass
 class _Started:
-    """How parameters start, by canonical name."""
+    """Initial values of parameters, by canonical name."""
 
     laws: Initializers
     unknown: dict[str, str] = field(default_factory=dict)
