@@ -103,7 +103,7 @@ class Bare(nn.Module):
 
 
 class Full(Bare):
-    """The same module with every optional method."""
+    """Bare with every optional method of the protocol."""
 
     def no_decay(self) -> Sequence[str]:
         return ["unembed.weight"]
