@@ -36,7 +36,7 @@ SPEC = replace(
     llama.SPEC,
     name="module",
     keys=ModuleConfig,
-    build="trainctl.train.models.module:no_config",
+    build="trainctl.train.models.module:adapt_module",
     is_module=True,
     directory=Directory(),
     axes=(),
