@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         report,
         resume,
         search,
+        sweep,
     )
     from trainctl.errors import Finding, TrainctlError
 
@@ -44,6 +45,7 @@ __all__ = [
     "report",
     "resume",
     "search",
+    "sweep",
 ]
 
 

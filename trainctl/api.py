@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainctl.launchers.offline import WeightsChoice
     from trainctl.launchers.planning import PlannedConfig
     from trainctl.launchers.start import Observer
+    from trainctl.launchers.sweep import SweepObserver
     from trainctl.memory.budget import MemoryBudget
     from trainctl.rules.registry import CheckedFile
     from trainctl.runs.listing import RunStatus
@@ -51,6 +52,7 @@ __all__ = [
     "report",
     "resume",
     "search",
+    "sweep",
 ]
 
 Place = str | PathLike[str]
@@ -802,6 +804,61 @@ def resume(
         observer=progress if isinstance(progress, start.Observer) else start.Observer(progress),
     )
     return run
+
+
+def sweep(
+    *overrides: str,
+    sweep_dir: Place | None = None,
+    resume: bool = False,
+    parallel: int | None = None,
+    force: bool = False,
+    config_dir: Place | None = None,
+    observer: SweepObserver | None = None,
+    argv: Sequence[str] | None = None,
+) -> Path:
+    """Train every combination of several values (`optimizer.lr=1e-4,3e-4`), and wait for all.
+
+    Every combination is planned and checked before the first one starts. A run that fails does not
+    keep the others from running; the runs' `status` tells. With `launcher=slurm` the call returns
+    once the scheduler has the runs, as one array.
+
+    Args:
+        overrides: A configuration; none with `resume`.
+        sweep_dir: The sweep's folder; None makes one under `sweeps/`.
+        resume: Start what is new in the folder and resume what was interrupted.
+        parallel: Runs at a time; None is one here, and all in a scheduler's array.
+        force: Start although a budget does not fit.
+        config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
+        observer: Receiver of the sweep's phases, as the command has one.
+        argv: Command line for the runs' own records; None records the overrides.
+
+    Returns:
+        The sweep's folder, in which `list_runs` finds the runs.
+
+    Raises:
+        TrainctlError: A plan is refused, and no run was made; or the sweep is still running.
+    """
+    from trainctl.launchers import sweep as sweeps
+
+    watching = observer or sweeps.SweepObserver()
+    recorded = ["trainctl.sweep", *overrides] if argv is None else argv
+    if resume:
+        if sweep_dir is None or overrides:
+            raise TrainctlError("a sweep is resumed as it was made: its folder says how")
+        folder = Path(sweep_dir).resolve()
+        sweeps.resume_sweep(
+            folder, parallel=parallel, force=force, argv=recorded, observer=watching
+        )
+        return folder
+    return sweeps.start_sweep(
+        overrides,
+        sweep_dir=_folder(sweep_dir),
+        parallel=parallel,
+        force=force,
+        config_dir=_folder(config_dir),
+        argv=recorded,
+        observer=watching,
+    )
 
 
 def list_runs(folder: Place = "runs") -> list[Run]:

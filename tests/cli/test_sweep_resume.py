@@ -36,7 +36,7 @@ def queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, i
     ) -> None:
         found.extend((paths.root.name, attempt.number) for paths, attempt in attempts)
 
-    monkeypatch.setattr("trainctl.cli.sweep.run_queue", run_queue)
+    monkeypatch.setattr("trainctl.launchers.sweep.run_queue", run_queue)
     return found
 
 

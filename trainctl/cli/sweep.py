@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from trainctl import api
 from trainctl.cli.arguments import ConfigDir, Force, Json, register_config_dir
 from trainctl.cli.console import (
     print_data,
@@ -15,28 +19,11 @@ from trainctl.cli.console import (
     print_table,
     tolerate_broken_pipe,
 )
-from trainctl.config.overrides import expand_sweep, split_target
+from trainctl.config.overrides import SweepPoint, split_target
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launchers.sweep import (
-    QueueStopped,
-    Started,
-    make_attempts,
-    make_sweep,
-    plan_rest,
-    plan_sweep,
-    run_queue,
-    submit_sweep,
-)
-from trainctl.plans.types import RunPlan
+from trainctl.launchers.sweep import QueueStopped, SweepObserver
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.lock import hold_lock
-from trainctl.runs.sweeps import (
-    Sweep,
-    SweepAction,
-    read_sweep,
-    remaining_runs,
-    sweep_results,
-)
+from trainctl.runs.sweeps import RemainingRun, read_sweep, sweep_results
 
 SweepArguments = Annotated[
     list[str] | None,
@@ -88,108 +75,92 @@ def sweep(
     trainctl sweep sweeps/NAME --resume
     """
     target, overrides = split_target(arguments)
+    view = SweepView(dry_run=dry_run)
+    if target is not None and not overrides and not resume:
+        _show(Path(target), as_json=as_json)
+        return
     if resume:
         if target is None or overrides or sweep_dir is not None or config_dir is not None:
             raise TrainctlError(
                 "--resume goes on with a sweep as it was made",
                 hint="trainctl sweep FOLDER --resume, without overrides and folders",
             )
-        folder = Path(target).resolve()
-        record = read_sweep(folder)
-        register_config_dir(context, Path(record.config_dir) if record.config_dir else None)
-        _resume_sweep(folder, record, parallel, dry_run=dry_run, force=force, as_json=as_json)
-        return
-    if target is not None and not overrides:
-        _show(Path(target), as_json=as_json)
-        return
-    points = expand_sweep(arguments or [])
-    plans = plan_sweep(points, config_dir, force=force)
-    if dry_run:
-        for index, point in enumerate(points):
-            print_data(f"{index}: {' '.join(point.overrides)}")
-        return
-    tolerate_broken_pipe()
-    folder, started = make_sweep(sweep_dir, arguments or [], points, plans, config_dir)
-    print_data(f"sweep: {folder}")
-    _begin(folder, plans[0], started, parallel, as_json=as_json)
-
-
-def _begin(
-    folder: Path,
-    plan: RunPlan,
-    started: Started,
-    parallel: int | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Run the attempts that were made, here or by a scheduler."""
-    job = submit_sweep(folder, plan, started, parallel)
-    if job is not None:
-        print_message(
-            f"array {job} of {len(started)} runs is submitted; `trainctl sweep {folder}` shows them"
+        view.folder = Path(target).resolve()
+        own = read_sweep(view.folder).config_dir
+        register_config_dir(context, Path(own) if own else None)
+        sweep_dir, arguments = view.folder, []
+    with view.showing(as_json=as_json):
+        api.sweep(
+            *(arguments or ()),
+            sweep_dir=sweep_dir,
+            resume=resume,
+            parallel=parallel,
+            force=force,
+            config_dir=config_dir,
+            observer=view,
+            argv=sys.argv,
         )
-        return
-    with hold_lock(RunPaths(folder)):  # so that nobody resumes a sweep that is still running
-        _run_queue(folder, started, parallel or 1, as_json=as_json)
-    print_message(f"`trainctl sweep {folder}` shows this again")
 
 
-def _resume_sweep(
-    folder: Path,
-    record: Sweep,
-    parallel: int | None,
-    *,
-    dry_run: bool,
-    force: bool,
-    as_json: bool,
-) -> None:
-    """Start the runs of a sweep that were never started, resume interrupted ones, leave the rest.
+class SweepView(SweepObserver):
+    """Prints the phases of a sweep as they are reached."""
 
-    Raises:
-        TrainctlError: The sweep is still running, or a run's plan is refused now.
-    """
-    with hold_lock(RunPaths(folder)):
-        left = remaining_runs(folder)
-        for item in left:
+    def __init__(self, *, dry_run: bool) -> None:
+        self.folder = Path()
+        self.codes: list[int] | None = None
+        self._dry_run = dry_run
+
+    @contextmanager
+    def showing(self, *, as_json: bool) -> Iterator[None]:
+        """Show the table when the queue has ended, and exit as the first run that failed."""
+        try:
+            yield
+        except QueueStopped as stopped:
+            print_message(f"trainctl sweep {self.folder} --resume goes on with it")
+            raise typer.Exit(128 + stopped.number) from None
+        finally:
+            if self.codes is not None:
+                _show(self.folder, as_json=as_json)
+        failed = [code for code in self.codes or () if code]
+        if failed:
+            raise typer.Exit(failed[0] if failed[0] > 0 else ExitCode.training_failed)
+        if self.codes is not None:
+            print_message(f"`trainctl sweep {self.folder}` shows this again")
+
+    def remaining(self, runs: Sequence[RemainingRun]) -> None:
+        for item in runs:
             print_data(f"{item.index}: {item.next} ({item.why})")
-        waiting = [item for item in left if item.next is not SweepAction.leave]
-        plans = plan_rest(waiting, record, force=force)
-        if dry_run:
-            return
-        if not waiting:
-            print_message(
-                "nothing to do: trainctl resume FOLDER/INDEX goes on with a run that is left alone"
-            )
-            return
+
+    def planned(self, points: Sequence[SweepPoint]) -> None:
+        if self._dry_run:
+            for index, point in enumerate(points):
+                print_data(f"{index}: {' '.join(point.overrides)}")
+            raise typer.Exit
         tolerate_broken_pipe()
-        started = make_attempts(waiting, plans)
-        _begin(folder, plans[0], started, parallel, as_json=as_json)
 
-
-def _run_queue(folder: Path, started: Started, parallel: int, *, as_json: bool) -> None:
-    """Run all attempts, then show the table.
-
-    Raises:
-        typer.Exit: A run failed (its exit code), or a signal ended the queue.
-    """
-    codes: list[int] = []
-
-    def on_end(run: RunPaths, code: int) -> None:
-        codes.append(code)
+    def nothing_to_do(self) -> None:
         print_message(
-            f"run {run.root.name} of {len(started)}: " + ("ended" if not code else f"exit {code}")
+            "nothing to do: trainctl resume FOLDER/INDEX goes on with a run that is left alone"
         )
 
-    try:
-        run_queue(started, parallel=parallel, on_end=on_end)
-    except QueueStopped as stopped:
-        print_message(f"trainctl sweep {folder} --resume goes on with it")
-        raise typer.Exit(128 + stopped.number) from None
-    finally:
-        _show(folder, as_json=as_json)
-    failed = [code for code in codes if code]
-    if failed:
-        raise typer.Exit(failed[0] if failed[0] > 0 else ExitCode.training_failed)
+    def made(self, folder: Path) -> None:
+        self.folder = folder
+        print_data(f"sweep: {folder}")
+
+    def submitted(self, folder: Path, job: str, count: int) -> None:
+        print_message(
+            f"array {job} of {count} runs is submitted; `trainctl sweep {folder}` shows them"
+        )
+
+    def queued(self) -> None:
+        self.codes = []
+
+    def ended(self, run: RunPaths, code: int, count: int) -> None:
+        assert self.codes is not None
+        self.codes.append(code)
+        print_message(
+            f"run {run.root.name} of {count}: " + ("ended" if not code else f"exit {code}")
+        )
 
 
 def _show(folder: Path, *, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainctl.config.compose import ComposedConfig, recompose
-from trainctl.config.overrides import SweepPoint
+from trainctl.config.overrides import SweepPoint, expand_sweep
 from trainctl.config.registry import function_of
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import ExitCode, TrainctlError
@@ -28,20 +28,67 @@ from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import create_run, last_attempt, new_attempt
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
-from trainctl.runs.sweeps import RemainingRun, Sweep, SweepAction, new_sweep
+from trainctl.runs.sweeps import (
+    RemainingRun,
+    Sweep,
+    SweepAction,
+    new_sweep,
+    read_sweep,
+    remaining_runs,
+)
 
 Started = list[tuple[RunPaths, AttemptPaths]]
 """Runs with the attempts that were made for them."""
 
 
-def plan_sweep(
-    points: Sequence[SweepPoint], config_dir: Path | None, *, force: bool
-) -> list[RunPlan]:
-    """Plan the run of every combination of values.
+class SweepObserver:
+    """Receiver of the phases of a sweep, in the order of its methods.
+
+    An exception that a method raises ends the sweep. Up to `planned` nothing has been made.
+    """
+
+    def remaining(self, runs: Sequence[RemainingRun]) -> None:
+        """Take what a resume does with each run of the sweep."""
+
+    def planned(self, points: Sequence[SweepPoint]) -> None:
+        """Take the combinations of values, all accepted; none of a resume."""
+
+    def nothing_to_do(self) -> None:
+        """Take that a resume ends here: no run is left to start."""
+
+    def made(self, folder: Path) -> None:
+        """Take the folder of a new sweep, in which all runs are."""
+
+    def submitted(self, folder: Path, job: str, count: int) -> None:
+        """Take the scheduler's id of the array, and the number of its runs."""
+
+    def queued(self) -> None:
+        """Take that the runs are started here, one after another."""
+
+    def ended(self, run: RunPaths, code: int, count: int) -> None:
+        """Take a run that ended, its exit code, and the number of runs that were started."""
+
+
+def start_sweep(
+    overrides: Sequence[str],
+    *,
+    sweep_dir: Path | None,
+    parallel: int | None,
+    force: bool,
+    config_dir: Path | None,
+    argv: Sequence[str],
+    observer: SweepObserver,
+) -> Path:
+    """Plan the run of every combination of values, make them, and run them; return the folder.
+
+    Args:
+        parallel: Runs at a time; None is one here, and all in a scheduler's array.
 
     Raises:
         TrainctlError: A plan is refused, or the runs cannot be queued together.
+        QueueStopped: A signal ended the queue.
     """
+    points = expand_sweep(overrides)
     plans = [
         _plan_of_point(
             partial(compose_config, point.overrides, config_dir), point.values, force=force
@@ -49,54 +96,63 @@ def plan_sweep(
         for point in points
     ]
     _check_queue(plans)
-    return plans
-
-
-def make_sweep(
-    sweep_dir: Path | None,
-    overrides: Sequence[str],
-    points: Sequence[SweepPoint],
-    plans: Sequence[RunPlan],
-    config_dir: Path | None,
-) -> tuple[Path, Started]:
-    """Make the sweep's folder, its runs and the first attempt of each."""
+    observer.planned(points)
     folder = new_sweep(sweep_dir, overrides, points, config_dir)
     started = []
     for index, plan in enumerate(plans):
-        run = create_run(plan.config, run_dir=folder / str(index), argv=sys.argv)
+        run = create_run(plan.config, run_dir=folder / str(index), argv=argv)
         started.append((run, new_attempt(run, plan)))
-    return folder, started
+    observer.made(folder)
+    _run(folder, plans[0], started, parallel, observer)
+    return folder
 
 
-def plan_rest(waiting: Sequence[RemainingRun], record: Sweep, *, force: bool) -> list[RunPlan]:
-    """Plan the runs of a sweep that were never started or were interrupted.
+def resume_sweep(
+    folder: Path,
+    *,
+    parallel: int | None,
+    force: bool,
+    argv: Sequence[str],
+    observer: SweepObserver,
+) -> None:
+    """Start the runs of a sweep that were never started, resume interrupted ones, leave the rest.
 
     Raises:
-        TrainctlError: A run's plan is refused now.
+        TrainctlError: The sweep is still running, or a run's plan is refused now.
+        QueueStopped: A signal ended the queue.
     """
-    return [_plan_again(item, record, force=force) for item in waiting]
+    record = read_sweep(folder)
+    with hold_lock(RunPaths(folder)):
+        left = remaining_runs(folder)
+        observer.remaining(left)
+        waiting = [item for item in left if item.next is not SweepAction.leave]
+        plans = [_plan_again(item, record, force=force) for item in waiting]
+        observer.planned(())
+        if not waiting:
+            observer.nothing_to_do()
+            return
+        _check_queue(plans)
+        pairs = zip(waiting, plans, strict=True)
+        started = [_attempt_again(item, plan, argv) for item, plan in pairs]
+        _run(folder, plans[0], started, parallel, observer)
 
 
-def make_attempts(waiting: Sequence[RemainingRun], plans: Sequence[RunPlan]) -> Started:
-    """Make the next attempt of each run that is started or resumed.
+def _run(
+    folder: Path, plan: RunPlan, started: Started, parallel: int | None, observer: SweepObserver
+) -> None:
+    """Run the attempts that were made, here or as one array of the launcher's scheduler."""
+    if spec_of(plan.config.launcher).submit_sweep:
+        submit = function_of("launcher", plan.config.launcher.kind, "submit_sweep")
+        job = str(submit(folder, plan, started, parallel))
+        observer.submitted(folder, job, len(started))
+        return
 
-    Raises:
-        TrainctlError: The runs cannot be queued together.
-    """
-    _check_queue(plans)
-    return [_attempt_again(item, plan) for item, plan in zip(waiting, plans, strict=True)]
+    def on_end(run: RunPaths, code: int) -> None:
+        observer.ended(run, code, len(started))
 
-
-def submit_sweep(folder: Path, plan: RunPlan, started: Started, parallel: int | None) -> str | None:
-    """Hand the runs to the scheduler as one array; None if the launcher has no scheduler.
-
-    Returns:
-        The scheduler's id of the array.
-    """
-    if not spec_of(plan.config.launcher).submit_sweep:
-        return None
-    submit = function_of("launcher", plan.config.launcher.kind, "submit_sweep")
-    return str(submit(folder, plan, started, parallel))
+    with hold_lock(RunPaths(folder)):  # so that nobody resumes a sweep that is still running
+        observer.queued()
+        run_queue(started, parallel=parallel or 1, on_end=on_end)
 
 
 def _plan_again(item: RemainingRun, record: Sweep, *, force: bool) -> RunPlan:
@@ -129,10 +185,12 @@ def _recorded_overrides(item: RemainingRun, record: Sweep) -> tuple[str, ...]:
     )
 
 
-def _attempt_again(item: RemainingRun, plan: RunPlan) -> tuple[RunPaths, AttemptPaths]:
+def _attempt_again(
+    item: RemainingRun, plan: RunPlan, argv: Sequence[str]
+) -> tuple[RunPaths, AttemptPaths]:
     run = item.run
     if item.next is SweepAction.make:
-        run = create_run(plan.config, run_dir=run.root, argv=sys.argv)
+        run = create_run(plan.config, run_dir=run.root, argv=argv)
     elif item.next is SweepAction.start:
         return run, run.attempt(last_attempt(run))
     with hold_lock(run):
@@ -216,10 +274,10 @@ def run_queue(
     parallel: int,
     on_end: Callable[[RunPaths, int], None],
 ) -> None:
-    """Run the attempts, each by its own launcher, and wait for all. Call it in the main thread.
+    """Run the attempts, each by its own launcher, and wait for all.
 
-    A failure does not keep the others from running. SIGINT and SIGTERM are passed to the running
-    launchers, and the rest is not started.
+    A failure does not keep the others from running. In the main thread, SIGINT and SIGTERM are
+    passed to the running launchers, and the rest is not started.
 
     Args:
         on_end: Called with each run that ended, and its exit code.
@@ -236,7 +294,9 @@ def run_queue(
         for _run, process in running:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_main = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, stop) for number in signals}
     try:
         while running or (waiting and not received):
             while waiting and len(running) < parallel and not received:
