@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -111,6 +112,25 @@ def test_a_callback_that_raises_ends_the_launch(folder: Path) -> None:
             call(lambda: tc.launch(*script(folder, 900, 0.1), progress=refuse))
         run = tc.list_runs()[-1]
         assert run.wait(timeout=30).state in ("failed", "stopped") and run.status.step < 50
+
+
+def test_ctrl_c_ends_the_launch(folder: Path) -> None:
+    def interrupt(event: tc.api.Event) -> None:
+        if event["event"] == "step":
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        tc.launch(*script(folder, 900, 0.1), progress=interrupt)
+    status = tc.Run.newest().status
+    assert (status.state, status.exit_code) == ("stopped", 130) and status.step < 50
+
+
+def test_a_run_in_the_background_outlives_its_caller(folder: Path) -> None:
+    overrides = script(folder, 3)
+    code = f"import trainctl as tc; tc.launch(*{overrides!r}, run_dir='runs/a', wait=False)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert tc.Run("runs/a").wait(timeout=60).state == "finished"
 
 
 def test_a_launch_in_the_background_is_followed_and_stopped(folder: Path) -> None:
