@@ -718,3 +718,15 @@ def test_importing_the_room_loads_no_hydra() -> None:
         "assert 'hydra' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_key_does_not_choose_its_callback() -> None:
+    key = "callbacks.layer_statistics.every_steps=5"
+    with pytest.raises(TrainctlError) as refused:
+        compose(["recipe=tiny", "callbacks=[gradient_noise_scale]", key])
+    (finding,) = refused.value.findings
+    assert "which `callbacks` does not choose" in finding.message and finding.source == key
+    assert finding.hint == "callbacks=[gradient_noise_scale,layer_statistics]"
+    chosen = compose(["recipe=tiny", finding.hint, key]).config
+    assert chosen.callbacks["layer_statistics"]["every_steps"] == 5
+    assert recompose(chosen, [key]).config == chosen

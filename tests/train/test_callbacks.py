@@ -194,6 +194,19 @@ def test_a_fault_is_named_as_its_own(tmp_path: Path, wrong: str, message: str) -
         run_of(tmp_path / "run", config)
 
 
+@pytest.mark.parametrize(
+    ("step", "counts"),
+    [(1, "2 on rank 0 and 3 on rank 1"), (2, "3 at step 2, after 2 before")],
+)
+def test_different_counts_of_numbers_to_sum_are_an_error(
+    tmp_path: Path, step: int, counts: str
+) -> None:
+    config = config_of({"noting": {"uneven_from": step}}, steps=HALF)
+    message = f"the callback noting returned different counts of numbers .*: {counts}"
+    with pytest.raises(RanksFailed, match=message):
+        train_cases(2, [Case(tiny_plan(config, 2), RunPaths(tmp_path / "run"))])
+
+
 def test_its_time_is_a_part_of_the_step(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", config_of({"sleeping": {}}, steps=HALF))
     steps = [event for event in read_events(run.events) if event["event"] == "step"]

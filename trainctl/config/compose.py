@@ -24,7 +24,7 @@ from trainctl.config.catalog import (
     search_folders,
     shadowing_warning,
 )
-from trainctl.config.check import Setting, check_setting
+from trainctl.config.check import UNKNOWN_KEY, Setting, check_setting
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
 from trainctl.config.keys import as_override
@@ -175,7 +175,9 @@ def _finish_composition(
     recipe: str | None,
 ) -> ComposedConfig:
     """Apply the keys set on the command line, resolve references, read the model's directory."""
-    findings += stack.apply_level(asked.settings)
+    unchosen = dict(_keys_of_unchosen_options(stack, asked.settings))
+    findings += unchosen.values()
+    findings += stack.apply_level([each for each in asked.settings if each.key not in unchosen])
     unresolved = stack.resolve()
     findings += unresolved
     if unresolved:  # their values are not known, so nothing can be checked
@@ -195,6 +197,29 @@ def _finish_composition(
         findings=tuple(findings),
         overrides=tuple(overrides),
     )
+
+
+def _keys_of_unchosen_options(
+    stack: Stack, settings: Sequence[Setting]
+) -> Iterator[tuple[str, Finding]]:
+    """Yield keys such as `callbacks.NAME.KEY`, typed for an option that is not chosen, each with an
+    error: a key alone would add the option without the values of its file.
+    """
+    for setting in settings:
+        group, *rest = setting.path
+        is_key = setting.source.lstrip("+").startswith(f"{group}.")  # not `callbacks={NAME: …}`
+        if group in LIST_GROUPS and is_key and rest[0] not in stack.plain[group]:
+            names = ",".join((*stack.plain[group], rest[0]))
+            yield (
+                setting.key,
+                Finding(
+                    rule=UNKNOWN_KEY,
+                    message=f"{setting.key} is a key of {rest[0]}, which `{group}` does not choose",
+                    hint=f"{group}=[{names}]",
+                    key=setting.key,
+                    source=setting.source,
+                ),
+            )
 
 
 def _has_error(findings: Sequence[Finding]) -> bool:

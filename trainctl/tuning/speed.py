@@ -313,9 +313,10 @@ def _whole_matrix_seconds(plan: LayoutPlan, links: Links, blocks: int, speed: Ra
     """Return the seconds that an update of whole matrices takes beyond an elementwise one
     (train/optimizers); the embedding, the head and exchanges of replicas are neglected.
 
-    Muon orthogonalises each matrix on one of the ranks that share it. Tensor ranks send it there
-    and back within their group, unless ZeRO 3 cuts every matrix. Others sum over the ranks that
-    share a matrix: matrix by matrix, with ZeRO once for a group of parameters.
+    Muon orthogonalises each matrix on one of the ranks that share it, with ZeRO as many at once as
+    there are ranks. Tensor ranks send it there and back within their group, unless ZeRO 3 cuts
+    every matrix. Others sum over the ranks that share a matrix: matrix by matrix, with ZeRO once
+    for a group of parameters.
     """
     config, stage, tensor = plan.config, plan.config.zero_stage.stage, plan.mesh.tensor
     spec = spec_of(config.optimizer)
@@ -327,7 +328,7 @@ def _whole_matrix_seconds(plan: LayoutPlan, links: Links, blocks: int, speed: Ra
         summed = FP32 * (lines if spec.has_factored_states else 4 * count) / calls
         group = links.stage if stage else links.tensor
         return calls * links.all_reduce(summed, group) if tensor > 1 else 0.0
-    sharers = tensor * (links.zero.ranks if stage else 1)
+    sharers = tensor * links.zero.ranks if stage else 1
     seconds = products / sharers / speed.wide_products
     if tensor > 1:
         own = stage_parameters(config.model, blocks, 1, False, False) / sharers

@@ -53,7 +53,8 @@ class Callback:
     def before_agreement(self, context: Context) -> Sequence[float]:
         """Return numbers to sum over all ranks, by the all-reduce that follows every step.
 
-        The count must be the same on all ranks. A callback of the first rank cannot have this hook.
+        The count must be the same on all ranks in every step. A callback of the first rank cannot
+        have this hook.
         """
         return ()
 

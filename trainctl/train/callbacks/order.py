@@ -166,6 +166,8 @@ class Callbacks:
         self, entries: Sequence[CallbackEntry], session: Session, now: StepState, journal: Journal
     ) -> None:
         self._entries, self._now, self._times = entries, now, session.engine.times
+        self._process = session.process
+        self._counts: dict[str, int] = {}
         self._contexts = [
             RankContext(each.name, session, now, journal, collectives=each.collectives)
             for each in entries
@@ -196,7 +198,49 @@ class Callbacks:
         for entry, context in self._agreeing:
             with self._watched(entry, "before_agreement"):
                 found.append([float(each) for each in entry.callback.before_agreement(context)])
+        counts = {
+            entry.name: len(numbers)
+            for (entry, _), numbers in zip(self._agreeing, found, strict=True)
+            if entry.is_users and _overrides(entry.callback, "before_agreement")
+        }
+        self._check_counts(counts)
         return found
+
+    def _check_counts(self, counts: dict[str, int]) -> None:
+        """Refuse numbers that other ranks, or this rank's first step, have more or fewer of.
+
+        An all-reduce of different lengths aborts the process. All ranks compare the counts once;
+        then each rank keeps to its own.
+
+        Args:
+            counts: Numbers of each user's callback that takes part, by name.
+        """
+        if counts == self._counts:
+            return
+        if not self._counts:
+            for rank, others in enumerate(self._process.gather(counts)):
+                for name, count in others.items():
+                    if count != counts[name]:
+                        ranks = (self._process.rank, counts[name]), (rank, count)
+                        raise self._count_error(
+                            name, " and ".join(f"{n} on rank {r}" for r, n in sorted(ranks))
+                        )
+            self._counts = counts
+        for name, count in counts.items():
+            if count != self._counts[name]:
+                raise self._count_error(
+                    name, f"{count} at step {self._now.step}, after {self._counts[name]} before"
+                )
+
+    def _count_error(self, name: str, counts: str) -> TrainctlError:
+        callback = next(entry.callback for entry in self._entries if entry.name == name)
+        return TrainctlError(
+            f"the callback {name} returned different counts of numbers in before_agreement: "
+            f"{counts}",
+            hint=f"let {file_of(callback)} return as many on all ranks in every step, such as 0.0 "
+            "where there is nothing to sum",
+            exit_code=ExitCode.training_failed,
+        )
 
     def after_agreement(self, sums: Sequence[Sequence[float]]) -> None:
         """Give each callback the sums of its numbers."""

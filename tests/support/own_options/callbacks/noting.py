@@ -17,6 +17,7 @@ class NotingConfig(CallbackConfig):
 
     save_at: int | None = option(None, "Step after which rank 1 asks for a checkpoint.")
     stop_at: int | None = option(None, "Step after which rank 1 asks to stop.")
+    uneven_from: int | None = option(None, "Step from which rank 1 has one number more to sum.")
     stop_in_agreement: int | None = option(None, "The same, asked in before_agreement.")
 
 
@@ -57,7 +58,9 @@ class Noting(Callback):
     def before_agreement(self, context: Context) -> Sequence[float]:
         if context.rank == 1 and context.step == self._keys.stop_in_agreement:
             context.request_stop()
-        return [1.0 + context.rank, context.step]
+        uneven = self._keys.uneven_from
+        more = [0.0] if context.rank == 1 and uneven is not None and context.step >= uneven else []
+        return [1.0 + context.rank, context.step, *more]
 
     def after_agreement(self, context: Context, sums: Sequence[float]) -> None:
         assert sums == [3.0, 2 * context.step]
