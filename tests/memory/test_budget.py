@@ -191,6 +191,14 @@ def test_writing_checkpoints_behind_takes_a_copy_on_the_host() -> None:
     assert "checkpoint_copy" not in on_nvme.host.components
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_layer_statistics_copy_each_weight_to_some_host_once(zero: int) -> None:
+    plan = make_plan(LLAMA_3_8B, nodes=2, zero_stage__stage=zero)
+    plan.config.callbacks = {"layer_statistics": {}}
+    found = budget(plan).host.components["callbacks"]
+    assert found == pytest.approx(4 * 8_030_261_248 / 2, rel=1e-6)
+
+
 def test_offloaded_block_inputs_move_to_the_host() -> None:
     common = {"sequence_length": 8192, "activation_checkpointing__mode": "full"}
     stay = budget(make_plan(LLAMA_3_8B, **common))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.registry import function_of
+from trainctl.config.registry import function_of, load_spec
 from trainctl.config.schema import Accelerator, OffloadDevice
+from trainctl.config.sections import callbacks_of
 from trainctl.memory.activations import compute_bytes, stage_activations
 from trainctl.memory.constants import (
     CHECKPOINT_MANIFEST_BYTES,
@@ -44,6 +45,10 @@ def host_budget(
     per_rank = {"processes": device_peak if on_cpu else HOST_RUNTIME.usual}
     per_rank |= function_of("engine", plan.config.engine.kind, "offloaded")(engine, stage)
     per_rank |= _checkpoint_copy(plan, engine) or _checkpoint_tensor(engine, stage)
+    # Each trained weight is counted on one of the ranks that hold it, at any ZeRO stage.
+    counted = engine.share(stage.trained.partitioned)
+    specs = (load_spec("callbacks", name) for name in callbacks_of(plan.config))
+    per_rank["callbacks"] = counted * sum(spec.host_bytes for spec in specs)
     settings = recomputing_section(plan.config)
     if settings is not None and settings.offload_to_cpu:
         activations = stage_activations(

@@ -250,6 +250,8 @@ class CallbackSpec(Spec):
     """Settings that the callback does not support."""
     needs_gpu: bool = False
     """Whether it does nothing on a CPU; a plan on CPUs then has a warning."""
+    host_bytes: int = 0
+    """Bytes of host memory for each trained weight that a rank counts."""
     min_micro_batches: int = 1
     """Fewest micro-batches of a step, over all data ranks and accumulation steps, that it needs."""
 

@@ -31,6 +31,7 @@ SPEC = CallbackSpec(
     keys=LayerStatisticsConfig,
     build="trainctl.train.callbacks.layer_statistics:LayerStatistics",
     collectives=True,
+    host_bytes=4,  # the weights before the update, in fp32
     limits=(
         only_value("parallelism.pipeline", 1, "reads activations, which no rank has of all layers"),
         only_value(
