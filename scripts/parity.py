@@ -3,9 +3,10 @@
     python scripts/parity.py [--only layout=TP2,SP2 --only stage=3] [--fresh]
 
 Trains a tiny model on real processes in every combination that the plan allows: the whole product
-in fp32, a part of it in bf16 and for the other models. Combinations that the plan refuses are
-listed with the reason and never started. Results are written to `docs/parity.csv` after each
-combination: a second call continues where the first was stopped, and repeats what failed.
+in fp32, a part of it in bf16, for the other models, and for a module that is not of transformers.
+Combinations that the plan refuses are listed with the reason and never started. Results are written
+to `docs/parity.csv` after each combination: a second call continues where the first was stopped,
+and repeats what failed.
 `tests/train/test_parity.py` runs a pairwise part of it.
 """
 
@@ -31,6 +32,7 @@ from fork_server import RanksFailed
 from parity_cases import (
     AXES,
     MODELS,
+    MODULE,
     SPREADS,
     TOLERANCE,
     Combination,
@@ -81,6 +83,13 @@ def wanted() -> dict[str, list[Combination]]:
             offload=["none"],
             checkpointing=["none"],
             stage=["1", "3"],
+        ),
+        "module": product(
+            layout=[*AXES["layout"], "FSDP2"],
+            precision=["fp32"],
+            model=[MODULE],
+            offload=["none"],
+            checkpointing=["none"],
         ),
     }
 
@@ -223,6 +232,8 @@ def page(results: dict[Combination, Result]) -> Iterator[str]:
     yield from _limit(parts["bf16"], results)
     yield from ("", "## Other models, in fp32")
     yield from _matrix(parts["models"], results, ("layout", "stage"), "model", "{}")
+    yield from ("", "## A module of one's own, in fp32")
+    yield from _matrix(parts["module"], results, ("layout",), "stage", "ZeRO {}")
     yield from ("", "## Refused by the plan")
     yield from _refusals([c for part in parts.values() for c in part])
 

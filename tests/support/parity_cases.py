@@ -17,7 +17,7 @@ from typing import Any
 
 from rank_processes import Case, curve, tiny_config, train_cases
 
-from trainctl.config.registry import changed_section
+from trainctl.config.registry import changed_section, new_section
 from trainctl.config.schema import (
     Accelerator,
     DataConfig,
@@ -54,8 +54,11 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "PP2": {"pipeline": 2},
     "SP2": {"sequence": 2},
     "TP2xPP2xDP2": {"tensor": 2, "pipeline": 2, "data": 2},
+    "FSDP2": {"data": 2},
 }
-"""Sizes of the mesh axes; "1" is the one process that all others are compared with."""
+"""Sizes of the mesh axes; "1" is the one process that all others are compared with, and FSDP2 is
+the engine of that name.
+"""
 
 STAGES = ("0", "1", "2", "3")
 
@@ -81,17 +84,19 @@ PRECISIONS = ("fp32", "bf16")
 
 FAMILIES = ("llama", "mistral", "qwen3", "gpt2")
 MODELS = tuple(f"{family}{tied}" for family in FAMILIES for tied in ("", "-untied"))
+MODULE = "module"
+"""The module of `own_module`, which is not of transformers."""
 
 NO_EFFECT, NOT_YET = "TC099", "not yet"
 _CHOSEN = ("parallelism.", "offload.", "activation_checkpointing.")
 
 AXES: Mapping[str, tuple[str, ...]] = {
-    "layout": tuple(LAYOUTS)[1:],
+    "layout": tuple(LAYOUTS)[1:-1],
     "stage": STAGES,
     "offload": tuple(OFFLOADS),
     "checkpointing": tuple(CHECKPOINTING),
     "precision": PRECISIONS,
-    "model": MODELS,
+    "model": (*MODELS, MODULE),
 }
 
 
@@ -193,11 +198,18 @@ def layout_config(
     config.checkpoint.at_end = False
     config.training.evaluation_samples = 0
     config.training.sample_tokens = 0
-    family, _, untied = combination.model.partition("-")
-    config.model.family = family
-    config.model.tie_word_embeddings = not untied
-    if config.model.family == "gpt2":
-        config.model.num_key_value_heads = None
+    if combination.model == MODULE:
+        from module_cases import module_section  # imports torch
+
+        config.model = module_section("full", ())
+    else:
+        family, _, untied = combination.model.partition("-")
+        config.model.family = family
+        config.model.tie_word_embeddings = not untied
+        if config.model.family == "gpt2":
+            config.model.num_key_value_heads = None
+    if combination.layout == "FSDP2":
+        config.engine = new_section("engine", "fsdp2")
     config.precision.compute = DataType(combination.precision)
     config.zero_stage.stage = int(combination.stage)
     for section, values in (

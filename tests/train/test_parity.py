@@ -10,6 +10,7 @@ import pytest
 from parity_cases import (
     CLIPPED_STEPS,
     CLIPPING,
+    MODULE,
     STEPS,
     Combination,
     Difference,
@@ -31,6 +32,20 @@ TOKENS, TOKENS_IN_BF16, TOKENS_OF_LARGE_IN_BF16 = 32, 128, 16
 """Tokens of a sample."""
 FROM_MEMORY = {"nvme-optimizer": "cpu", "nvme": "cpu-all"}
 """Offload that computes the same, without a drive."""
+
+OWN = tuple(
+    Combination(layout, stage, checkpointing=checkpointing, model=MODULE)
+    for layout, stage, checkpointing in (
+        ("DP2", "2", "none"),
+        ("DP2", "3", "full"),
+        ("TP2", "0", "none"),
+        ("TP2", "3", "full"),
+        ("PP2", "0", "full"),
+        ("PP2", "1", "none"),
+        ("FSDP2", "3", "none"),
+    )
+)
+"""Layouts of a module that is not of transformers."""
 
 MODELS = ("llama", "mistral-untied", "qwen3", "gpt2-untied")
 """Model families with tied and untied embeddings."""
@@ -122,6 +137,11 @@ def test_quick_pairs(tmp_path):
 @pytest.mark.timeout(1800)  # DeepSpeed compiles what offload needs when it is first used
 def test_all_other_pairs(tmp_path):
     assert_parity(tmp_path, rest(), together=True)
+
+
+@pytest.mark.slow
+def test_a_module_of_ones_own(tmp_path):
+    assert_parity(tmp_path, OWN, together=True)
 
 
 @pytest.mark.slow

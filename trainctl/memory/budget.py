@@ -274,7 +274,10 @@ def _trained_stages(
             tensor=tensor,
             expert=expert,
             stage_blocks=plan.stage_blocks,
-            traced=traced.block if tensor == 1 else block_on_tensor_rank(traced, tensor),
+            # A module of the user's has been traced as a tensor rank runs it.
+            traced=traced.block
+            if tensor == 1 or model.is_module
+            else block_on_tensor_rank(traced, tensor),
         )
     else:
         held = pipeline_stages(model, tensor=tensor, expert=expert, stage_blocks=plan.stage_blocks)

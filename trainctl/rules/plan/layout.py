@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.schema import Accelerator, AttentionKind
+from trainctl.config.schema import Accelerator, AttentionKind, ModelConfig
 from trainctl.options import architectures
 from trainctl.options.model import AXES, architecture
 from trainctl.plans import shapes
@@ -261,12 +261,10 @@ def listed_stages_fit(draft: Draft) -> Iterator[Problem]:
 
 
 _MODULE_LACKS = {
-    "tensor": ": nothing says how its matrices are split",
-    "pipeline": ": nothing says how it is cut into stages",
     "sequence": ": its forward pass needs whole sequences",
     "norms": ": nothing says which of its norms may see a part of a sequence",
 }
-"""Reasons, by axis, why a module of the user's is not split."""
+"""Reasons, by axis, why no module of the user's is split."""
 
 
 @rule(
@@ -283,10 +281,12 @@ def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Problem]:
 
     How to split a model is known of the families that trainctl has, and of architectures of
     transformers for which every axis was tried against one process. On another, a split may train
-    without an error and be wrong.
+    without an error and be wrong. A module of your own (`model=module`) says by `tensor_plan()` and
+    `pipeline_plan()` how it is split; both are tried on tensors without values, and the message
+    says what is missing.
 
     Fix: Use data parallelism with ZeRO, which works for every model; the table of families says
-    which axes were verified.
+    which axes were verified. Complete the plans of a module of your own.
     """
     model, axes = draft.config.model, draft.config.parallelism
     if not draft.config.trains_itself:
@@ -302,7 +302,7 @@ def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Problem]:
         if known is not None:
             return None if axis in known.axes else f": {known.why_not[axis]}"
         if model.is_module:
-            return _MODULE_LACKS[axis]
+            return _why_not_module(model, axis)
         if model.trust_remote_code:
             return ": code of the directory's own (model.trust_remote_code) was not tried"
         return architectures.why_not(None if model.factory else model.model_type, axis)
@@ -322,6 +322,15 @@ def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Problem]:
                 f"parallelism.sequence_sharded_norms=true with {what}{why}",
                 "parallelism.sequence_sharded_norms=false",
             )
+
+
+def _why_not_module(model: ModelConfig, axis: str) -> str | None:
+    """Return why an axis cannot split a module of the user's; None if its own plans say how."""
+    if axis in _MODULE_LACKS:
+        return _MODULE_LACKS[axis]
+    read = None if model.is_unread else shapes.anatomy(model)
+    why = dict(read.unsplit).get(axis) if read is not None else None
+    return f": {why}" if why else None
 
 
 @rule(

@@ -47,8 +47,11 @@ from trainctl.train.models.model import (
     factory_model,
     failures_in_words,
     transformers_config,
+    whole_pieces,
 )
+from trainctl.train.models.module_layouts import other_ranks
 from trainctl.train.models.recompute import SAVED_OPERATIONS
+from trainctl.train.parallel.tensor import shard_model
 
 
 def trace(config: RunConfig) -> TracedModel:
@@ -66,12 +69,23 @@ def trace(config: RunConfig) -> TracedModel:
     with FakeTensorMode(allow_non_fake_inputs=True):
         with failures_in_words(config.model, "traced"):
             model = _fake_model(config.model, dtype)
-            recorder = Recorder(model, skip_duplicate_blocks(model))
-            _forward(model, config, recorder)
-            return TracedModel(
-                anatomy=anatomy_of_built(model, config.model),
-                block=_mean_of_blocks(recorder, config),
-            )
+            anatomy = anatomy_of_built(model, config.model)
+            with _cut_module(model, config):
+                recorder = Recorder(model, skip_duplicate_blocks(model))
+                _forward(model, config, recorder)
+            return TracedModel(anatomy=anatomy, block=_mean_of_blocks(recorder, config))
+
+
+@contextmanager
+def _cut_module(model: PreTrainedModel, config: RunConfig) -> Iterator[None]:
+    """Let a module of the user's run as on a tensor rank; do nothing to any other model."""
+    count = config.parallelism.tensor
+    if not config.model.is_module or count == 1:
+        yield
+        return
+    with other_ranks(count) as axis:
+        shard_model(model, whole_pieces(model), axis, sequence_sharded_norms=False)
+        yield
 
 
 def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> None:

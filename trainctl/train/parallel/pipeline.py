@@ -16,13 +16,18 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.engines.micro_batch import document_lengths
 from trainctl.engines.process import Axis, ProcessMesh
 from trainctl.train.models.model import has_flash_attention
+from trainctl.train.models.module import ModuleModel
 from trainctl.train.objectives.loss import LossModule
+from trainctl.train.parallel.module_plan import cut_module_to_stage, vocabulary_layers
 from trainctl.train.parallel.shard_plan import MULTIPLIERS, shard_plan_of
 from trainctl.train.parallel.tensor import vocabulary_of
 
 
 def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
     """Cut a skeleton to a stage: its blocks, the first stage's embedding, the last stage's head."""
+    if isinstance(model, ModuleModel):
+        cut_module_to_stage(model, blocks, axis)
+        return
     where = shard_plan_of(model)
     decoder = getattr(model, where.decoder)
     config = copy.deepcopy(decoder.config)
@@ -63,15 +68,19 @@ class PipelineStage(LossModule):
     def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, z_loss: float = 0.0) -> None:
         super().__init__(vocabulary_of(model, mesh.tensor), z_loss)
         # The last stage keeps the whole model, which may scale or cap the logits behind its head.
-        self.model = (
-            model if mesh.pipeline.is_last else getattr(model, shard_plan_of(model).decoder)
-        )
+        self._is_module = isinstance(model, ModuleModel)
+        is_whole = mesh.pipeline.is_last or self._is_module
+        self.model = model if is_whole else getattr(model, shard_plan_of(model).decoder)
         self._axis = mesh.pipeline
         self._has_flash_attention = has_flash_attention(model)
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Any:
         states, positions = received if isinstance(received, tuple) else (received, None)
-        name = "input_ids" if self._axis.is_first else "inputs_embeds"
+        if self._is_module and not self._axis.is_last:
+            hidden = self.model.hidden_states(states, positions)
+            return hidden if positions is None else (hidden, positions)
+        is_first = self._axis.is_first or self._is_module
+        name = "input_ids" if is_first else "inputs_embeds"
         inputs = {name: states, "position_ids": positions, "use_cache": False}
         if positions is not None and self._has_flash_attention:
             inputs |= document_lengths(positions, positions.device)
@@ -87,6 +96,9 @@ def tied_weight(model: PreTrainedModel, axis: Axis) -> nn.Parameter | None:
 
     The two are one tied parameter.
     """
+    if isinstance(model, ModuleModel):
+        (layer,) = vocabulary_layers(model) or (None,)
+        return getattr(layer, "weight", None)
     where = shard_plan_of(model)
     if axis.is_first:
         return getattr(getattr(model, where.decoder), where.embedding).weight

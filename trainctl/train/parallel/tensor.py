@@ -11,6 +11,7 @@ modules are changed here, and DeepSpeed sees the mesh as its `mpu` (docs/decisio
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,8 @@ from trainctl.errors import TrainctlError
 from trainctl.options.model import Region
 from trainctl.plans.trainable import LORA_A, LORA_B, MAGNITUDE
 from trainctl.train.adapters.layers import LoraLayer, added_parameters
+from trainctl.train.models.module import ModuleModel
+from trainctl.train.parallel.module_plan import cut_module, vocabulary_layers
 from trainctl.train.parallel.row_layers import (
     Copy,
     GatherSequence,
@@ -54,21 +57,18 @@ def shard_model(
     Returns:
         The pieces of the parameters that the model has now.
     """
+    if isinstance(model, ModuleModel):
+        shards = _shard_vocabulary(model, vocabulary_layers(model), pieces, axis)
+        cut_module(model, shards, axis)
+        for parameter in model.parameters():
+            shards.keep(parameter, partial=False)
+        return shards.put_into(model)
     where = shard_plan_of(model)
     where.check(model, sequence_sharded_norms=sequence_sharded_norms)
     decoder = getattr(model, where.decoder)
     blocks = getattr(decoder, where.blocks)
-    embedding, head = getattr(decoder, where.embedding), getattr(model, where.head)
-    shards = _Shards(pieces, axis, uneven={*embedding.parameters(), *head.parameters()})
-    tokens = Vocabulary(axis, model.config.vocab_size)
-    if isinstance(embedding, nn.Embedding):  # a pipeline stage may have none
-        shards.cut(embedding, "weight", dim=0)
-        _split_by_tokens(embedding, tokens)
-    if isinstance(head, nn.Linear):
-        shards.cut(head, "weight", dim=0)
-        shards.cut(head, "bias", dim=0)
-        head.out_features = tokens.count
-        head.register_forward_pre_hook(lambda _, args: (Copy.apply(args[0], axis), *args[1:]))
+    ends = (getattr(decoder, where.embedding), getattr(model, where.head))
+    shards = _shard_vocabulary(model, ends, pieces, axis)
     for block in blocks:
         for region in where.regions:
             if has_parts(block, region.module, (*region.columns, region.row)):
@@ -84,6 +84,25 @@ def shard_model(
             lambda module, args, output: GatherSequence.apply(output, axis)
         )
     return shards.put_into(model)
+
+
+def _shard_vocabulary(
+    model: PreTrainedModel, layers: Sequence[nn.Module], pieces: Pieces, axis: Axis
+) -> _Shards:
+    """Cut embedding and head to this rank's tokens; a pipeline stage may lack them."""
+    uneven = {parameter for layer in layers for parameter in layer.parameters()}
+    shards = _Shards(pieces, axis, uneven=uneven)
+    tokens = Vocabulary(axis, model.config.vocab_size)
+    for layer in layers:
+        if isinstance(layer, nn.Embedding):
+            shards.cut(layer, "weight", dim=0)
+            _split_by_tokens(layer, tokens)
+        elif isinstance(layer, nn.Linear):
+            shards.cut(layer, "weight", dim=0)
+            shards.cut(layer, "bias", dim=0)
+            layer.out_features = tokens.count
+            layer.register_forward_pre_hook(lambda _, args: (Copy.apply(args[0], axis), *args[1:]))
+    return shards
 
 
 class _Shards:
@@ -110,7 +129,7 @@ class _Shards:
         shard, shape = Shard.split(
             whole.shape, dim=dim, index=axis.index, count=axis.size, fused=fused
         )
-        empty = torch.empty(shape, dtype=whole.dtype, device="meta")
+        empty = torch.empty(shape, dtype=whole.dtype, device=whole.device)
         part = nn.Parameter(empty, requires_grad=whole.requires_grad)
         self._kept[whole] = part, replace(self._pieces[whole], shard=shard)
 
