@@ -89,14 +89,13 @@ class Bare(nn.Module):
             for index in range(sizes.depth)
         )
         self.end = nn.LayerNorm(sizes.width)
-        self.logit_bias = nn.Parameter(torch.zeros(sizes.vocab_size))
-        self.unembed = nn.Linear(sizes.width, sizes.vocab_size, bias=False)
+        self.unembed = nn.Linear(sizes.width, sizes.vocab_size)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         hidden, begins = self.tokens(input_ids), position_ids == 0
         for mixer in self.mixers:
             hidden = mixer(hidden, begins)
-        return self.unembed(self.end(hidden)) + self.logit_bias
+        return self.unembed(self.end(hidden))
 
     def blocks(self) -> Sequence[nn.Module]:
         return list(self.mixers)
@@ -122,10 +121,33 @@ class Full(Bare):
         return 6 * (depth // 2 * (recurrence + mixing) + width * self.sizes.vocab_size)
 
     def tensor_plan(self) -> Mapping[str, str]:
-        return {}
+        columns = [
+            "value",
+            "gate",
+            "decay",
+            "query",
+            "key",
+            "up",
+            "side",
+        ]  # heads follow from the widths
+        return {
+            **{f"mixers.*.{name}": "colwise" for name in columns},
+            **{f"mixers.*.{name}": "rowwise" for name in ("out", "down")},
+        }
 
     def pipeline_plan(self) -> Sequence[str]:
         return ["tokens", "mixers", "end", "unembed"]
+
+
+class Tied(Full):
+    """The same module with one matrix for embedding and head."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.unembed.weight = self.tokens.weight
+
+    def no_decay(self) -> Sequence[str]:
+        return []
 
 
 def bare(sizes: Sizes) -> Bare:
@@ -134,3 +156,7 @@ def bare(sizes: Sizes) -> Bare:
 
 def full(sizes: Sizes) -> Full:
     return Full(sizes)
+
+
+def tied(sizes: Sizes) -> Tied:
+    return Tied(sizes)

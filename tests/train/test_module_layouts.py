@@ -11,9 +11,15 @@ from rank_processes import Case, curve, tiny_plan, train_cases, with_stop
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from trainctl.engines.process import Axis
+from trainctl.memory.engine import read_engine
+from trainctl.memory.phases import resident_components
+from trainctl.memory.stages import pipeline_stages
 from trainctl.runs.layout import RunPaths
+from trainctl.train.models.model import skeleton
 from trainctl.train.models.module import ModuleModel
 from trainctl.train.models.module_layouts import module_layouts
+from trainctl.train.parallel.pipeline import cut_to_stage
 
 SHAPE = SimpleNamespace(vocab_size=264, hidden_size=32, num_attention_heads=4, num_layers=2)
 
@@ -177,3 +183,35 @@ def test_a_run_goes_on_exactly_and_on_another_layout(tmp_path):
         assert Difference.between(curve(whole["tensor"]), curve(run)).within(limit(None)), name
     for name, run in whole.items():
         assert curve(runs[name]) == curve(run), name
+
+
+@pytest.mark.slow
+def test_a_tied_weight_is_one_on_every_layout(tmp_path):
+    runs = {name: RunPaths(tmp_path / name) for name in ("one", "tensor", "stages")}
+    for name, layout in zip(runs, ({}, TENSOR, STAGES), strict=True):
+        config = module_config("tied", steps=STEPS, **{"zero_stage__stage": 0, **layout})
+        ranks = 1 if name == "one" else 2
+        train_cases(ranks, [Case(tiny_plan(config, ranks), runs[name])])
+    for name in ("tensor", "stages"):
+        assert Difference.between(curve(runs["one"]), curve(runs[name])).within(limit(None)), name
+
+
+@pytest.mark.slow
+def test_states_on_tensor_ranks_are_predicted_within_one_percent(tmp_path):
+    small = {"zero_stage__reduce_bucket_size": 5_000}  # what is reduced last may outlive the step
+    config = module_config("full", steps=2, arguments={"width": 128}, **TENSOR, **small)
+    plan = tiny_plan(config, 2)
+    (stage,) = pipeline_stages(plan.config.model, tensor=2)
+    expected = resident_components(read_engine(plan), stage, 0).total
+    case = Case(plan, RunPaths(tmp_path))
+    for (found,) in train_cases(2, [case], probe="census_probe:resident"):
+        assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_the_budget_gives_each_stage_its_parts():
+    model = module_config("full").model
+    for stage, blocks in zip(pipeline_stages(model, stage_blocks=(1, 3)), (1, 3), strict=True):
+        built = skeleton(model, torch.float32)
+        first = stage.first_block
+        cut_to_stage(built, range(first, first + blocks), Axis(stage.index, (0, 1), group=None))
+        assert stage.parameters == sum(each.numel() for each in built.parameters())

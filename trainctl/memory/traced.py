@@ -106,6 +106,7 @@ class _TraceKey:
         model = config.model
         self.key = (
             model.path,
+            model.is_module and config.parallelism.tensor,
             repr(getattr(model, "arguments", "")),
             model.attention,
             tuple(model.anatomy),

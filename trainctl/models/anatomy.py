@@ -157,6 +157,8 @@ class Anatomy:
     """
     masks_documents: bool = True
     """Whether its code keeps packed documents apart."""
+    unsplit: tuple[tuple[str, str], ...] = ()
+    """Axes of parallelism that cannot split a module of the user's by its own plans, with why."""
     has_hidden_states: bool = True
     """Whether its last hidden states are known apart from its logits."""
 
@@ -274,6 +276,7 @@ class Anatomy:
             yield self.unsharded_init, "drawn-whole"
         if self.code:
             yield "model", f"code {self.code}"
+        yield from (("model", f"unsplit {axis} {why}") for axis, why in self.unsplit)
         if self.flops:
             yield "model", " ".join(["flops", *(f"{n}:{count}" for n, count in self.flops)])
         for parameter in self.parameters:
@@ -361,6 +364,7 @@ def _parse_table(table: tuple[str, ...]) -> Anatomy:
     attentions: tuple[str, ...] = ()
     unsharded_init = code = ""
     flops: tuple[tuple[int, int], ...] = ()
+    unsplit: list[tuple[str, str]] = []
     traits = set()
     for name, said in entries:
         kind, *words = said.split()
@@ -368,6 +372,8 @@ def _parse_table(table: tuple[str, ...]) -> Anatomy:
             attentions = tuple(words)
         elif kind in _TRAITS or kind in _LACKS:
             traits.add(kind)
+        elif kind == "unsplit":
+            unsplit.append((words[0], " ".join(words[1:])))
         elif kind == "flops":
             flops = tuple((int(n), int(count)) for n, count in (each.split(":") for each in words))
         elif kind == "drawn-whole":
@@ -391,6 +397,7 @@ def _parse_table(table: tuple[str, ...]) -> Anatomy:
         unsharded_init=unsharded_init,
         code=code,
         flops=flops,
+        unsplit=tuple(unsplit),
         **{name: word in traits for word, name in _TRAITS.items()},
         **{name: word not in traits for word, name in _LACKS.items()},
     )

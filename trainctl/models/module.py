@@ -67,7 +67,11 @@ class ModuleProtocol(Protocol):
         """
 
     def tensor_plan(self) -> Mapping[str, str]:
-        """Return how tensor ranks split layers: `columns` or `rows`, by pattern of their name."""
+        """Return how tensor ranks split layers, by pattern of their name.
+
+        The words are those of transformers' `base_model_tp_plan`: `colwise`, `rowwise` and
+        `replicated_with_grad_allreduce`. `*` stands for one part of a name.
+        """
 
     def pipeline_plan(self) -> Sequence[str]:
         """Return the names of the parts of the module in the order in which `forward` uses them."""

@@ -231,6 +231,7 @@ def _cache_key(question: Question, config: Config, family: str) -> str:
             config["precision"],
             config["training"]["sequence_length"],
             config["data"]["mask_documents"],
+            *([config["parallelism"]["tensor"]] if "arguments" in model else []),
             {package: _package_version(package) for package in PACKAGES},
             files,
         ]

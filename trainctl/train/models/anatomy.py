@@ -52,6 +52,7 @@ from trainctl.train.models.model import (
     transformers_config,
 )
 from trainctl.train.models.module import ModuleModel, largest_list, require_first_argument
+from trainctl.train.models.module_layouts import module_layouts
 from trainctl.train.models.weights import NonShardableInit, parameter_initializers
 from trainctl.train.parallel.experts import expert_modules, routers_of
 from trainctl.train.parallel.shard_plan import tensor_parallel_shares
@@ -114,6 +115,7 @@ def _module_anatomy(built: ModuleModel, model: ModelConfig) -> Anatomy:
     output = built(input_ids=torch.zeros(1, TOKENS, dtype=torch.long))
     _require_logits(built, model, output)
     undecayed = set(built.no_decay())
+    shares, unsplit = module_layouts(partial(factory_model, model, torch.bfloat16))
     found = anatomy_of_built(built, model)
     if not {Role.head, Role.embedding} & {each.role for each in found.parameters}:
         raise TrainctlError(
@@ -124,11 +126,13 @@ def _module_anatomy(built: ModuleModel, model: ModelConfig) -> Anatomy:
     return replace(
         found,
         parameters=tuple(
-            replace(each, is_undecayed=each.name in undecayed) for each in found.parameters
+            replace(each, is_undecayed=each.name in undecayed, shares=shares.get(each.name, 0))
+            for each in found.parameters
         ),
         flops=_own_flops(built),
         masks_documents=built.masks_documents,
         has_hidden_states=built.returns_hidden_states,
+        unsplit=tuple(unsplit.items()),
         unsharded_init="",
     )
 

@@ -113,7 +113,7 @@ class ModuleModel(PreTrainedModel):
         """Return what the module's `forward` gives, out of its tuple or object."""
         if position_ids is None:
             places = torch.arange(input_ids.shape[1], device=input_ids.device)
-            position_ids = places.expand_as(input_ids)
+            position_ids = places.expand(input_ids.shape[:2])  # hidden states, on a stage
         # `forward` and not a call: the hooks of the shared dictionary run around this view.
         found = self.module.forward(input_ids, position_ids, **further)
         found = found[0] if isinstance(found, tuple | list) else found
@@ -171,6 +171,7 @@ class ModuleModel(PreTrainedModel):
         inside = {module for block in self.own_blocks() for module in block.modules()}
         outside = [module for module in self.modules() if module not in inside]
         rows = {m.num_embeddings for m in outside if isinstance(m, nn.Embedding)}
+        rows = rows or {self.config.vocab_size}  # a pipeline stage without the embedding
         heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
         return heads[-1] if heads else None
 
