@@ -140,7 +140,7 @@ class Full(Bare):
 
 
 class Tied(Full):
-    """The same module with one matrix for embedding and head."""
+    """Module with one matrix for embedding and head."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)

@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """What a module's `tensor_plan()` names, in the module as it is."""
+    """Parts that the `tensor_plan()` of a module names."""
 
     columns: tuple[Place, ...]
     """Linear layers split by outputs."""
