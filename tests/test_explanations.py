@@ -132,7 +132,7 @@ def own_letters(piece: tuple[str, ...], message: str) -> int:
     return sum(map(len, piece))
 
 
-def test_what_is_said_in_situations_is_what_the_code_says() -> None:
+def test_documented_messages_match_the_code() -> None:
     known = pieces()
     for name, rule in of_kind(RULE).items():
         if not rule.typed and rule.page != JSON_PAGE:

@@ -81,7 +81,7 @@ def test_it_runs_through_on_a_cpu_and_goes_on_where_it_was(tmp_path: Path) -> No
     assert "not begun" in late.stderr and "0.6b-zero0" not in (out / "cpu-small.md").read_text()
 
 
-def test_what_is_asked_for_wrongly_is_said() -> None:
+def test_wrong_arguments_are_reported() -> None:
     done = check("--only", "1b,9b")
     assert done.returncode == 2
     assert "no such figure: 9b" in done.stderr

@@ -202,7 +202,7 @@ def test_metrics_are_the_rows_that_count_of_the_csv_files(folder: Path) -> None:
     assert len(tc.Run(new_run(folder / "empty").root).metrics()) == 0
 
 
-def test_a_missing_package_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tc.Run(new_run(folder / "run").root)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(tc.TrainctlError, match="needs pyarrow") as missing:

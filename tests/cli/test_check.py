@@ -80,7 +80,7 @@ def test_the_budget_is_printed_and_its_json_has_the_same_peak(
     assert f"{budget['device_peak_bytes'] / 2**30:.2f} of 80.00: fits" in table
 
 
-def test_what_would_fit_is_suggested_and_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggested_changes_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["estimate-memory", *TOO_LARGE]) == ExitCode.does_not_fit
     captured = capsys.readouterr()
     assert "does not fit" in captured.out

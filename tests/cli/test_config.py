@@ -288,7 +288,9 @@ def test_diff_of_json_files_is_by_what_deepspeed_makes_of_them(
     assert differences({}, other=str(file)) == []
 
 
-def test_diff_of_what_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_reports_a_file_that_is_not_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text('{"train_batch_size": 3,\n nope}')
     assert run(["config", "diff", str(file), "tiny"]) == ExitCode.bad_input

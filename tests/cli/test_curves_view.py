@@ -76,7 +76,7 @@ def test_the_picture_fits_and_shows_what_there_is_room_for(
         assert "loss 2.1" in text and "held-out loss 2.2500 at step 300"[: columns - 2] in text
 
 
-def test_a_range_is_that_of_what_comes_after_the_first_steps() -> None:
+def test_the_axis_range_ignores_the_first_steps() -> None:
     steps = np.arange(1.0, 1001)
     low, high = value_range(steps, 2 + 1000 / steps)
     assert low == 3 and 45 < high < 55

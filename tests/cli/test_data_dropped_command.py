@@ -72,7 +72,7 @@ def test_what_is_left_out_is_counted_and_shown(capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["dropped"] == told["sources"]
 
 
-def test_what_cannot_be_asked_is_said_before_anything_is_read(
+def test_invalid_requests_are_reported_before_anything_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(3):

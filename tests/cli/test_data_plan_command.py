@@ -62,7 +62,9 @@ def test_the_table_and_the_picture_fit_a_terminal(capsys: pytest.CaptureFixture[
     assert "share of the tokens" in Path("mix.svg").read_text()
 
 
-def test_what_is_short_is_said_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_short_is_reported_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command = ["data", "plan", "mix", "data.sources.prose.max_epochs=0.5", "--json"]
     assert run(command) == ExitCode.bad_input
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
@@ -71,7 +73,7 @@ def test_what_is_short_is_said_before_anything_starts(capsys: pytest.CaptureFixt
     assert problem["source"] == "data.sources.prose.max_epochs=0.5"
 
 
-def test_all_sources_that_cannot_be_read_are_said_at_once(
+def test_all_sources_that_cannot_be_read_are_reported_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["mix", "data.sources.code.paths=[nothing]", "data.sources.prose.text_key=bod"]

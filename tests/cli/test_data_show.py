@@ -23,7 +23,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path / "m")
 
 
-def test_conversations_are_shown_with_what_is_learnt_of_them(
+def test_conversations_are_shown_with_their_loss_mask(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(["data", "show", *CHAT, "--samples", "0"]) == 0
@@ -42,7 +42,9 @@ def test_a_step_has_the_samples_that_the_plan_gives_it(capsys: pytest.CaptureFix
     assert "the plan ends with step 160" in capsys.readouterr().err
 
 
-def test_what_keeps_it_from_being_shown_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reasons_why_samples_cannot_be_shown_are_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run(["data", "show", "--samples", "0"]) == ExitCode.bad_input
     assert "which samples of which run or recipe" in capsys.readouterr().err
     assert run(["data", "show", "recipe=tiny", "data=chat", "--samples", "0"]) == 2

@@ -68,7 +68,7 @@ def test_a_stable_phase_is_made_longer_and_keeps_the_peak(
     assert started == [1, 2]
 
 
-def test_within_the_stable_phase_nothing_is_said_of_the_rate(
+def test_extending_within_the_stable_phase_reports_no_change_of_the_rate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     save(launched(), 50)
@@ -110,7 +110,9 @@ def test_without_an_early_checkpoint_it_says_what_is_left(
     assert "there is no checkpoint so early any more" in error and "training.steps=100" in error
 
 
-def test_the_decay_itself_goes_on(started: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_extended_schedule_continues_its_decay(
+    started: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     save(launched(), 90)
     assert run(["resume", "runs/a"]) == 0
     assert "learning rate of step" not in capsys.readouterr().err
@@ -160,7 +162,7 @@ def test_resume_says_that_the_loss_had_not_improved(
     assert started == [1, 2]
 
 
-def test_tokens_that_a_plan_miscounts_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_that_a_plan_miscounts_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """Half the batch until step 50, then 16: a schedule in tokens has to know."""
     half = ["schedule.unit=tokens", "training.global_batch_size=8", "schedule.decay_steps=10"]
     ramp = "training.batch_ramp=[{until_steps: 50, global_batch_size: 8}]"
@@ -172,7 +174,7 @@ def test_tokens_that_a_plan_miscounts_are_said(capsys: pytest.CaptureFixture[str
     assert "had other batches" not in capsys.readouterr().err
 
 
-def test_samples_that_are_cut_otherwise_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_that_are_cut_otherwise_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     paths = launched()
     save(paths, 80, samples=640)
     with EventWriter(paths.events, 1) as events:

@@ -108,7 +108,9 @@ def test_more_than_fifty_passes_are_warned_of_unless_allowed(
     assert not findings(capsys, "recipe=tiny", "training.steps=700", allowed)
 
 
-def test_files_that_are_not_named_are_told_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_not_named_are_reported_once_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = findings(capsys, "recipe=sft-8b-lora-1x24g", "training.steps=null", "training.epochs=2")
     assert {key: each["rule"] for key, each in found.items()} == {
         "data.paths": "TC074",
@@ -126,7 +128,7 @@ def test_a_tokenizer_that_a_wrong_directory_would_bring_is_no_second_error(
     assert {key: each["rule"] for key, each in found.items()} == {"model.path": "TC113"}
 
 
-def test_random_weights_are_fine_tuned_where_they_are_asked_for(
+def test_random_weights_are_fine_tuned_where_they_are_requested(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = (json.dumps({"messages": asked((f"{n}?", f"{n}"))}) for n in range(40))

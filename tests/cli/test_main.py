@@ -150,7 +150,7 @@ def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None
     assert "estimate-memory" in capsys.readouterr().out
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m trainctl config show recipe=tiny | head -n 1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=tmp_path
@@ -159,7 +159,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_a_reader_of_a_table_that_leaves_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_of_a_table_is_no_error(tmp_path: Path) -> None:
     create_run(RunConfig(), root=tmp_path / "runs")
     reader, writer = os.pipe()
     os.close(reader)
@@ -190,7 +190,7 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ESTALE])
-def test_what_the_file_system_refuses_is_no_bug(
+def test_errors_of_the_file_system_print_no_traceback(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = OSError(number, os.strerror(number), "/runs/r")
@@ -279,7 +279,7 @@ def test_an_address_leaves_no_folder_behind(
     ],
     ids=" ".join,
 )
-def test_a_current_folder_that_is_gone_is_told(
+def test_a_current_folder_that_is_gone_is_reported(
     arguments: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

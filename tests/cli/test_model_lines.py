@@ -65,7 +65,7 @@ def test_the_plan_says_where_weights_and_ends_of_documents_come_from(
     assert "tokenizer byte: 257 of 264 ids, id 256 ends a document" in capsys.readouterr().out
 
 
-def test_files_that_a_rank_would_fail_on_are_told_before(
+def test_files_that_a_rank_would_fail_on_are_reported_before(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = directory / "model.safetensors"
@@ -91,7 +91,7 @@ def test_memory_needs_no_length_of_the_run(capsys: pytest.CaptureFixture[str]) -
     assert run(["validate", *asked]) == ExitCode.bad_input
 
 
-def test_of_what_is_wrong_the_length_is_not_told_where_memory_is_asked(
+def test_estimate_memory_reports_no_missing_training_length(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["model=hf", f"model.path={directory}", "hardware=2xcpu"]

@@ -141,7 +141,7 @@ def test_what_cannot_be_planned(
     assert captured.out == ""
 
 
-def test_rates_that_are_not_known_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_that_are_not_known_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     declared = ["hardware=8xa100-80g", "hardware.memory_bandwidth_gb_per_second=null"]
     arguments = ["model=llama-7b", *declared, *BATCH, *LENGTH, "--top", "1", "--write", "mine.yaml"]
     assert run(["plan", *arguments]) == 0

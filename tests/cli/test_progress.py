@@ -181,7 +181,7 @@ def test_a_sample_cannot_steer_the_terminal() -> None:
     assert event_lines({"event": "sample", "text": "a\x1b[2Jb"})[1] == "  a\ufffd[2Jb"
 
 
-def test_a_loss_that_is_no_number_is_shown() -> None:
+def test_a_nan_loss_is_shown() -> None:
     assert "loss nan" in step_line(step(1, loss="NaN"), stop_step=2, seconds_left=None)
 
 
@@ -219,13 +219,13 @@ def build(seconds: float | None) -> dict[str, Any]:
     return {"event": "build", "operator": "cpu_adam", "seconds": seconds, "host": "node-a"}
 
 
-def test_a_build_is_told_when_it_begins_and_when_it_ends() -> None:
+def test_a_build_is_reported_when_it_begins_and_when_it_ends() -> None:
     (line,) = event_lines(build(None))
     assert line.startswith("DeepSpeed compiles cpu_adam on node-a")
     assert event_lines(build(38.4)) == ["compiled cpu_adam in 38 s"]
 
 
-def test_what_is_in_a_logger_s_way_is_told_and_that_it_is_out_of_it() -> None:
+def test_a_blocked_logger_and_its_recovery_are_reported() -> None:
     event = {"event": "logger", "name": "csv", "problem": "OSError: no space"}
     assert event_lines(event) == [
         "logger csv: OSError: no space; the run does not wait for it: `trainctl runs sync` sends "
@@ -325,7 +325,7 @@ def test_a_line_is_erased_from_all_the_rows_that_a_narrower_terminal_gives_it(
     assert sys.stdout is terminal
 
 
-def test_what_goes_on_between_records_is_said_with_its_time(tmp_path: Path) -> None:
+def test_the_phase_between_records_is_shown_with_its_duration(tmp_path: Path) -> None:
     """Activities come from the heartbeats of the preparation and of rank 0."""
     run = RunPaths(tmp_path)
     attempt = run.attempt(1)

@@ -51,7 +51,7 @@ def test_a_recipe_fits_exactly_where_launch_does_not_refuse_it(
     assert rows[name]["reason"] in refused
 
 
-def test_what_hangs_on_other_hosts_is_not_asked_for_a_list(
+def test_listing_recipes_contacts_no_other_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "recipes").mkdir()

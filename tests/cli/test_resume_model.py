@@ -95,7 +95,7 @@ def test_another_base_of_mup_is_another_model(capsys: pytest.CaptureFixture[str]
     assert last_attempt(paths) == 2
 
 
-def test_the_weights_alone_are_no_place_to_go_on_from(
+def test_weights_only_checkpoints_are_not_resumed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     paths = launched()

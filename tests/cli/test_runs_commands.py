@@ -273,7 +273,7 @@ def test_status_names_ranks_that_are_still_slow(
     assert "slow" not in capsys.readouterr().out  # the next attempt's ranks are other processes
 
 
-def test_records_that_are_missing_are_said(
+def test_records_that_are_missing_are_reported(
     paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A truncated events file must not look like a run that finished early."""

@@ -61,7 +61,7 @@ def test_a_run_without_steps_has_no_curve(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "no step\n"
 
 
-def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(
         ["schedule", "show", "recipe=tiny", "schedule=step", "schedule.step_every=null"]
     ) == (ExitCode.bad_input)

@@ -51,7 +51,7 @@ def ended(paths: RunPaths, state: State, code: int, **failure: Any) -> None:
     write_status(paths, status.changed(state, exit_code=code, message="died"))
 
 
-def test_it_starts_what_is_new_resumes_what_was_cut_and_leaves_the_rest(
+def test_a_resumed_sweep_starts_new_runs_resumes_interrupted_ones_and_leaves_finished_ones(
     queued: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["sweep", *SWEEP, "--sweep-dir", "s"]) == 0

@@ -152,7 +152,7 @@ def test_a_run_beside_it_is_left_alone(cluster: Cluster, launch: Callable[..., L
     cluster.assert_clean()
 
 
-def test_a_lost_node_without_the_others_leave_to_go_on_is_waited_for(
+def test_a_lost_node_is_waited_for_unless_fewer_nodes_are_allowed(
     cluster: Cluster, launch: Callable[..., Launch]
 ) -> None:
     """It comes back, and the run starts again on both."""

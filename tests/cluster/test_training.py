@@ -63,7 +63,7 @@ def test_two_hosts_train_as_one_does_and_carry_hostile_values(
         assert there[step] == pytest.approx(here[step], rel=1e-5), step
 
 
-def test_a_program_of_the_user_s_trains_on_two_hosts_and_its_failure_is_told(
+def test_a_program_of_the_user_s_trains_on_two_hosts_and_its_failure_is_reported(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """Words of its own arrive as they are typed; those of a shell execute nothing."""

@@ -230,7 +230,7 @@ def test_two_alternatives_at_one_level_are_an_error(write: Write) -> None:
         assert problem.hint == "keep one: training.steps=3 or training.epochs=2"
 
 
-def test_a_run_that_was_counted_in_epochs_goes_on_in_steps() -> None:
+def test_a_run_configured_in_epochs_is_resumed_in_steps() -> None:
     config = compose(["training.epochs=2", "training.epoch_tokens=5000"]).config
     composed = recompose(config, ["training.steps=9"])
     training = composed.config.training
@@ -507,7 +507,7 @@ def test_a_config_dir_must_be_a_folder_with_something_in_it(tmp_path: Path) -> N
         ("a: 1\n---\nb: 2\n", 2, "not valid YAML"),
     ],
 )
-def test_a_broken_recipe_is_told_with_its_line(
+def test_a_broken_recipe_is_reported_with_its_line(
     write: Write, text: str, line: int | None, words: str
 ) -> None:
     write("recipes/mine.yaml", text)
@@ -518,7 +518,7 @@ def test_a_broken_recipe_is_told_with_its_line(
         assert f"recipes/mine.yaml:{line}" in {finding.source for finding in found}
 
 
-def test_an_unreadable_option_is_told(write: Write) -> None:
+def test_an_unreadable_option_is_reported(write: Write) -> None:
     write("conf/model/mine.yaml", "x").write_bytes(b"name: \xff\xfe")
     (found,) = problems("model=mine")
     assert "conf/model/mine.yaml is not UTF-8 text" in found.message
@@ -534,7 +534,9 @@ def test_two_recipes_in_a_circle(write: Write) -> None:
 # ------------------------------------------------------------------- everything at once
 
 
-def test_all_problems_of_a_command_line_and_of_its_files_are_told_together(write: Write) -> None:
+def test_all_problems_of_a_command_line_and_of_its_files_are_reported_together(
+    write: Write,
+) -> None:
     write("recipes/mine.yaml", "defaults: [tiny, _self_]\ntraining: {stepps: 1}\ndata: {kind: x}\n")
     found = problems(
         "recipe=mine",
@@ -622,7 +624,7 @@ def test_all_problems_of_a_command_line_and_of_its_files_are_told_together(write
         ("a b=1", "TC110", ""),
     ],
 )
-def test_a_wrong_override_is_told_with_the_nearest_right_one(
+def test_a_wrong_override_is_reported_with_the_nearest_right_one(
     override: str, rule: str, hint: str
 ) -> None:
     (found,) = problems(override)
@@ -642,7 +644,7 @@ def test_tokens_are_counted_in_powers_of_ten(text: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["4X", "M", "1.0001k", "4MB", "-4M"])
-def test_what_is_no_count_of_tokens(text: str) -> None:
+def test_invalid_token_counts_are_refused(text: str) -> None:
     with pytest.raises(TrainctlError) as caught:
         compose([f"training.tokens={text}"])
     (found,) = caught.value.findings

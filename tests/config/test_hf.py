@@ -147,7 +147,7 @@ def test_a_resume_does_not_read_the_directory_again(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_unusable_directory_is_told(tmp_path: Path, content: str | None, words: str) -> None:
+def test_an_unusable_directory_is_reported(tmp_path: Path, content: str | None, words: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(TrainctlError) as caught:
@@ -169,7 +169,7 @@ def test_a_directory_with_or_without_the_head_of_a_language_model_is_taken(
     assert model_of(tmp_path).family == "llama"
 
 
-def test_a_missing_directory_is_told() -> None:
+def test_a_missing_directory_is_reported() -> None:
     with pytest.raises(TrainctlError) as caught:
         model_of(Path("/nowhere/at/all"))
     assert "not a directory" in caught.value.findings[0].message

@@ -27,7 +27,7 @@ def test_names_of_hosts(name: str) -> None:
         "a\nid", "n1\n", "a'b", 'a"b', "a/b", "ssh://a", "node-", "a|b", "me@@host", "é",
     ],
 )  # fmt: skip
-def test_what_is_no_name_of_a_host(name: str) -> None:
+def test_invalid_host_names_are_refused(name: str) -> None:
     assert not is_host_name(name)
 
 

@@ -190,7 +190,7 @@ def draw_choices(dice: random.Random) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_values_are_those_of_hydras_own_composition(recipe: str | None) -> None:
+def test_values_match_hydras_own_composition(recipe: str | None) -> None:
     dice = random.Random(f"{recipe}")
     named = [f"recipe={recipe}"] if recipe else []
     choices = draw_choices(dice)

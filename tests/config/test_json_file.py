@@ -71,7 +71,7 @@ def test_comments_and_a_comma_too_many_are_read_and_reported():
         ("\n\n{\n  oops\n}", "double quotes", "4:3"),
     ],
 )
-def test_what_is_no_json_names_the_place(text, message, where):
+def test_invalid_json_is_reported_with_its_position(text, message, where):
     document = parse(text)
     (finding,) = document.findings
     assert finding.rule == "TC200" and finding.is_error

@@ -90,7 +90,7 @@ def test_every_key_has_its_documentation_and_default() -> None:
         assert node["description"].startswith(leaf.metadata["doc"])
 
 
-def test_an_unknown_group_is_told_with_the_nearest() -> None:
+def test_an_unknown_group_is_reported_with_the_nearest() -> None:
     with pytest.raises(TrainctlError, match="no group optimiser") as caught:
         option_schema("optimiser")
     assert caught.value.hint.startswith("did you mean optimizer?")

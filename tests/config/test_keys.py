@@ -86,7 +86,7 @@ def test_a_range_names_the_nearest_legal_value(value: float, least: float, most:
         ("optimizer.lr", math.inf, "give a number, such as 0.1 or 1e-4"),
     ],
 )
-def test_a_number_of_another_form_is_told_in_the_keys_unit(
+def test_a_number_of_another_form_is_reported_in_the_keys_unit(
     key: str, written: str | float, hint: str
 ) -> None:
     with pytest.raises(ValueProblem) as caught:

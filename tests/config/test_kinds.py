@@ -100,7 +100,7 @@ def test_a_mapping_that_is_set_entry_by_entry_stays():
     assert found == ["there is no key launcher.kubernetes_claims with launcher.kind=local"]
 
 
-def test_a_saved_configuration_of_before_has_the_keys_of_all_kinds():
+def test_an_old_saved_configuration_may_have_keys_of_all_kinds():
     plain = to_plain(RunConfig())
     plain["optimizer"] |= {"momentum": 0.7, "matrix_lr": 0.1, "beta2": 0.9}
     read = from_plain(RunConfig, plain)

@@ -87,7 +87,7 @@ def test_an_option_chosen_on_the_command_line_replaces_them_all():
     assert data.sources == {} and data.stages == [] and data.paths == ["a"]
 
 
-def test_everything_wrong_is_said_at_once_with_the_source_and_what_set_it():
+def test_everything_wrong_is_reported_at_once_with_the_source_and_what_set_it():
     found = findings_of(
         "data.sources.code.weigth=1",
         "data.sources.prose.weight=0",

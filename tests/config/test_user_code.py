@@ -128,14 +128,14 @@ def test_script_and_trainer_exclude_each_other(folder: Path) -> None:
     assert (finding.rule, finding.key) == ("TC118", "script_arguments")
 
 
-def test_the_corpus_of_a_script_is_its_own_affair(folder: Path) -> None:
+def test_the_corpus_of_a_script_is_not_checked(folder: Path) -> None:
     (folder / "train.py").write_text("")
     typed = ["data=files", "data.paths=[nothing/*.txt]"]
     assert [finding.rule for finding in missing_files(made(*typed).config)] == ["TC115"]
     assert missing_files(made("script=train.py", *typed).config) == []
 
 
-def test_what_only_our_trainer_does_is_said() -> None:
+def test_what_only_our_trainer_does_is_reported() -> None:
     assert ignored_trainer_settings(made("checkpoint.keep=2")) == []
     typed = ["script=train.py", "checkpoint.keep=2", "optimizer.lr=1e-3", "schedule=constant"]
     found = ignored_trainer_settings(made(*typed, "schedule.warmup_steps=0"))
@@ -151,7 +151,7 @@ def test_what_only_our_trainer_does_is_said() -> None:
     )
 
 
-def test_a_json_of_the_script_s_own_is_said() -> None:
+def test_a_json_of_the_script_s_own_is_reported() -> None:
     words = ["--deepspeed_config", "mine.json"]
     found = ignored_trainer_settings(made("script=train.py", "schedule=constant", words=words))
     (finding,) = [each for each in found if each.key == "script_arguments"]

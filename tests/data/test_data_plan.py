@@ -94,7 +94,7 @@ def test_a_source_without_a_sample_is_a_problem_and_no_plan():
     assert found.stages == ()
 
 
-def test_amounts_that_are_not_the_run_are_said_so():
+def test_amounts_beyond_the_run_are_labelled():
     plan = plan_of({"a": {"tokens": 1000}, "b": {"epochs": 1}, "c": {"weight": 1}}, steps=2)
     found = plan_data(plan, counts(a=10_000, b=10_000, c=10_000))
     messages = [problem.message for problem in found.problems if problem.is_error]
@@ -115,7 +115,7 @@ def test_a_longer_length_says_what_it_leaves_out():
     assert f"{left:,} tokens of a are left out" in problem.message
 
 
-def test_a_run_of_one_source_is_one():
+def test_the_plan_of_a_single_source():
     plain = to_plain(RunConfig())
     plain["training"] |= {"steps": 10, "sequence_length": 64, "global_batch_size": 16}
     plan = resolve(from_plain(RunConfig, plain), CPUS).plan
@@ -124,7 +124,7 @@ def test_a_run_of_one_source_is_one():
     assert found.stages[0].sources["data"].share == 1
 
 
-def test_why_nothing_is_drawn_of_a_source_is_said_as_it_is():
+def test_the_reason_why_a_source_is_never_drawn_is_reported():
     cases = (
         ({"a": {"weight": 1}, "b": {"tokens": 10**9}}, [], "take all of the run's 102,400"),
         ({"a": {"weight": 1e-7}, "b": {"weight": 0.9999999}}, [], "less than one sample"),

@@ -32,7 +32,7 @@ def read(infilling, text, ends, start, stop, epoch=0):
 
 
 @given(LENGTHS, st.integers(0, 3), st.data())
-def test_any_range_is_that_of_the_whole(lengths, epoch, data):
+def test_any_range_equals_the_same_range_of_the_whole(lengths, epoch, data):
     _, text, ends = text_of(lengths)
     infilling = replace(ALL, rate=data.draw(st.sampled_from([0.5, 1.0])))
     whole = read(infilling, text, ends, 0, len(text), epoch)

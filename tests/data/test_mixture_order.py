@@ -257,7 +257,7 @@ def test_a_source_without_a_sample_is_refused_by_name():
 
 @settings(deadline=None)
 @given(st.integers(10**12, 10**15))
-def test_its_size_is_that_of_the_plan_and_not_of_the_corpus(tokens):
+def test_the_size_depends_on_the_plan_and_not_on_the_corpus(tokens):
     sources = [OrderedSource(name, tokens, 64) for name in "abc"]
     stages = [
         OrderedStage(0, 4096, {"a": Fraction(1), "b": Fraction(2)}),

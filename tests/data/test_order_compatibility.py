@@ -38,7 +38,7 @@ MORE = [OrderedSource("c", 700), *SOURCES]
         (0, order(seed=6)),
     ],
 )
-def test_what_is_still_to_come_may_change(until, now):
+def test_samples_not_yet_drawn_may_change(until, now):
     assert not list(incompatible_changes(order(), now, until))
 
 
@@ -59,7 +59,7 @@ def test_what_is_still_to_come_may_change(until, now):
         (order([SOURCES[0], OrderedSource("b", 5000)]), "or shuffled by other shards"),
     ],
 )
-def test_what_was_drawn_may_not(now, says):
+def test_samples_already_drawn_may_not_change(now, says):
     found = list(incompatible_changes(order(), now, 800))
     assert len(found) == 1 and says in found[0]
 

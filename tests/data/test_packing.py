@@ -69,7 +69,7 @@ def test_it_is_a_function_of_the_lengths(lengths, length):
 
 
 @pytest.mark.parametrize("length", [2048, 8192])
-def test_of_documents_as_they_are_little_is_lost(length):
+def test_packing_wastes_little_of_typical_documents(length):
     """Lognormal lengths, as those of web pages: the fill is the best there can be within 1 %."""
     lengths = np.random.default_rng(0).lognormal(6.2, 1.3, 300_000).astype(np.int64) + 1
     began = time.process_time()

@@ -17,7 +17,7 @@ def test_each_value_is_taken_once(size, key):
 
 
 @given(st.lists(st.tuples(st.integers(1, 2**50), keys, st.floats(0, 1)), min_size=1, max_size=40))
-def test_many_permutations_at_once_are_each_alone(asked):
+def test_vectorized_permutations_equal_single_ones(asked):
     sizes = np.array([size for size, _, _ in asked])
     numbers = np.array([key for _, key, _ in asked], dtype=np.uint64)
     values = np.array([min(size - 1, int(at * size)) for size, _, at in asked])

@@ -129,7 +129,7 @@ def test_several_processes_make_what_one_makes(texts, tmp_path):
     assert all(ours[name] == theirs[name] for name in ours if not name.endswith("corpus.json"))
 
 
-def test_what_is_wrong_in_another_process_is_said_as_in_this_one(texts, tmp_path):
+def test_what_is_wrong_in_another_process_is_reported_as_in_this_one(texts, tmp_path):
     (texts / "a" / "15.txt").write_bytes(b"good\n\xff\n")
     said = []
     for more in ({}, {"tokenizer_section": TokenizerConfig(), "workers": 2}):
@@ -170,7 +170,7 @@ def children_of(pid):
         signal.SIGTERM,
     ],
 )
-def test_the_command_leaves_no_process_and_goes_on(tmp_path, number):
+def test_an_interrupted_command_leaves_no_process_and_continues(tmp_path, number):
     """While its workers are in the middle of a long text; then it is asked for another one."""
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -221,7 +221,7 @@ def test_the_command_tells_as_json_and_does_a_share(texts, tmp_path, capsys, mon
 
 
 @pytest.mark.parametrize("share", ["0/2", "3/2", "x", "1/0", "1", "-1/2"])
-def test_what_is_no_share(share, capsys):
+def test_invalid_shares_are_refused(share, capsys):
     from trainctl.cli.main import run
 
     assert run(["data", "prepare", "tiny", "--task", share]) == ExitCode.bad_input

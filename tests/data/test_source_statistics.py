@@ -23,7 +23,7 @@ def text(ids: list[int]) -> str:
 
 
 @given(documents, documents)
-def test_it_is_what_counting_gives(first: list[list[int]], second: list[list[int]]) -> None:
+def test_statistics_equal_a_plain_count(first: list[list[int]], second: list[list[int]]) -> None:
     done: list[tuple[int, int]] = []
     found = statistics_of(
         {"first": text_of(first), "second": text_of(second)},

@@ -140,7 +140,9 @@ def test_a_corpus_tells_where_its_documents_came_from(texts, monkeypatch, name):
 
 @pytest.mark.parametrize("size", [tasks.TASK_BYTES, 20_000])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_corpus_is_that_of_before(texts, monkeypatch, tmp_path, name, size):
+def test_the_corpus_equals_the_recorded_one_however_it_is_divided(
+    texts, monkeypatch, tmp_path, name, size
+):
     """However it is divided: the files too, and what is said of bad text."""
     monkeypatch.setattr(tasks, "TASK_BYTES", size)
     config = section(name)
@@ -315,7 +317,7 @@ def test_a_file_that_changes_meanwhile_is_refused(texts, monkeypatch):
     assert not list(cache_folder().glob("store-*/parts/*"))
 
 
-def test_who_has_slept_while_another_did_its_task_is_done_too(texts):
+def test_a_suspended_worker_accepts_that_another_did_its_task(texts):
     """The other process took the sleeping one for dead and removed its files."""
     store, (task, *_) = store_of(section("files"))
     other, _ = store_of(section("files"))
@@ -341,7 +343,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(texts, m
     build_corpus(section("mixed"), ByteTokenizer())
 
 
-def test_the_space_that_is_asked_for_is_about_what_is_taken(texts):
+def test_required_space_is_close_to_the_space_used(texts):
     config = section("mixed")
     store, todo = store_of(config)
     needed = task_workers.space_needed(store, todo, todo)
@@ -406,7 +408,7 @@ def test_documents_are_told_apart_without_an_id_for_their_end(texts, tmp_path):
         assert ours.equal(theirs), name
 
 
-def test_a_run_that_began_without_ends_goes_on_without(texts, tmp_path):
+def test_a_run_started_without_document_ends_resumes_without_them(texts, tmp_path):
     corpus = build_corpus(section("mixed"), ByteTokenizer())
     run = RunPaths(tmp_path / "run")
     run.root.mkdir()

@@ -70,6 +70,6 @@ assert "aten::to" in {event.name for event in seen.events()}, "it was torch's ow
 """
 
 
-def test_they_are_fp32_products_rounded_once_and_other_formats_are_as_they_were() -> None:
+def test_bf16_products_are_rounded_fp32_products_and_other_formats_are_unchanged() -> None:
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -79,7 +79,7 @@ def test_only_what_a_run_needs_can_stop_it() -> None:
     assert {use.at for _, use in ALL if use.is_needed(config)} <= {ProcessKind.trace}
 
 
-def test_changes_to_the_process_are_those_of_the_configuration(
+def test_changes_to_the_process_match_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[str] = []

@@ -166,7 +166,7 @@ def test_events_are_used_again(device: Device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_device_s_time_is_that_of_its_work() -> None:
+def test_device_time_is_the_time_of_its_kernels() -> None:
     device = torch.device("cuda")
     matrix = torch.randn(8192, 8192, device=device)
     times = Stopwatch(device)

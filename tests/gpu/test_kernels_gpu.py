@@ -74,7 +74,7 @@ def losses(folder: Path, *choices: str) -> list[float]:
     ],
     ids=" ".join,
 )
-def test_the_curve_is_that_of_the_plain_kernels(
+def test_the_curve_matches_the_plain_kernels(
     tmp_path: Path, plain_losses: list[float], choices: tuple[str, ...]
 ) -> None:
     assert plain_losses[-1] < plain_losses[0]

@@ -575,7 +575,7 @@ def test_a_folder_is_written_and_read_back(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "nfs4"])
-def test_what_is_no_local_disk_is_said(
+def test_what_is_no_local_disk_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(storage, "filesystem_type", lambda folder: kind)

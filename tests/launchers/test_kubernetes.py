@@ -74,7 +74,7 @@ def test_a_manifest_is_golden_and_valid(api: str) -> None:
             jsonschema.validate(spoiled, schema)
 
 
-def test_pods_and_agents_are_told_where_the_users_options_are(
+def test_pods_and_agents_get_the_folder_of_the_users_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, "/data/own/options")

@@ -123,7 +123,7 @@ def test_the_recorded_command_has_no_secrets(tmp_path: Path) -> None:
     assert read_command(attempt).rank_command == command.rank_command
 
 
-def test_space_for_a_checkpoint_is_asked_for(tmp_path: Path) -> None:
+def test_space_for_a_checkpoint_is_checked(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     require_space(tmp_path, free // 2)
     with pytest.raises(TrainctlError, match="a checkpoint takes") as caught:

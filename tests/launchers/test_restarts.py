@@ -64,7 +64,7 @@ def test_it_goes_on_until_an_attempt_ends_well(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("most", "outcome"), [(0, FAILED), (5, FINAL), (5, DONE)])
-def test_it_does_not_start_again(tmp_path, monkeypatch, most, outcome):
+def test_a_run_is_not_restarted(tmp_path, monkeypatch, most, outcome):
     assert play(tmp_path, monkeypatch, most, (outcome, 10)) == (outcome, [1], [])
 
 

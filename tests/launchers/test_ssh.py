@@ -57,7 +57,7 @@ def two_nodes(**launcher: Any) -> RunPlan:
     return replace(plan, hardware=replace(plan.hardware, nodes=2, devices_per_node=2))
 
 
-def test_an_agent_for_each_host_and_what_it_is_told(tmp_path: Path) -> None:
+def test_each_host_gets_an_agent_and_its_command(tmp_path: Path) -> None:
     run = RunPaths(tmp_path)
     plan = two_nodes(
         environment={"SECRET_TOKEN": HOSTILE}, interfaces={"me@n2": "ib0"}, ssh_config="/s/config"
@@ -259,7 +259,7 @@ def test_what_a_login_shell_prints_is_not_taken_for_an_answer(
     assert report.unreached == () and report.unseen == ()
 
 
-def test_a_host_that_cannot_compile_is_said_before_the_start(
+def test_a_host_that_cannot_compile_is_reported_before_the_start(
     remote_shell: Callable[[str], None], tmp_path: Path
 ) -> None:
     remote_shell("export CXX=no-such-compiler")

@@ -316,7 +316,7 @@ def test_two_runs_do_not_touch_each_other_even_if_one_is_a_copy(launches: Launch
     assert not carriers(first.identity)
 
 
-def test_a_taken_port_is_said_before_ranks_start(launches: Launches) -> None:
+def test_a_taken_port_is_reported_before_ranks_start(launches: Launches) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -71,7 +71,7 @@ def test_no_job_that_ran_is_said_not_to_fit(accuracy: Any) -> None:
         assert wrong == []
 
 
-def test_counts_are_those_of_the_throughput_table(accuracy: Any) -> None:
+def test_counts_match_the_throughput_table(accuracy: Any) -> None:
     """llm-foundry's own parameter counts, which its rows state, to 0.1 %."""
     for row in accuracy.read_rows(DATA / "memory_fits.csv"):
         assert accuracy.case_of(row).notes == ()
@@ -184,7 +184,7 @@ def test_constants_are_put_back_after_a_source_is_left_out(accuracy: Any) -> Non
         ("docs/memory.md", "| 5.5 % | 11.4 % | 22.7 % |", "| 0.8 % | 5.5 % | 9.2 % |"),
     ],
 )
-def test_what_to_expect_is_said_before_what_was_fitted(
+def test_held_out_errors_are_printed_before_fitted_ones(
     page: str, prediction: str, fit: str
 ) -> None:
     """The prediction was made on 40 unseen rows, which are not in this repository."""

@@ -53,7 +53,7 @@ def outcome(accuracy: Any, folder: Path, text: dict[str, str]) -> Any:
         ("peak, max headroom excluded", "peak"),
     ],
 )
-def test_a_metric_is_told_by_its_words(
+def test_a_metric_is_recognized_by_its_words(
     metric: str, kind: str, accuracy: Any, tmp_path: Path
 ) -> None:
     (row,) = rows(accuracy, tmp_path, LLAMA | {"metric": metric})

@@ -73,7 +73,7 @@ def test_published_totals(model: ModelConfig, published: int) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gpt2"])
-def test_every_tensor_is_that_of_transformers(family: str, tied: bool) -> None:
+def test_every_tensor_matches_transformers(family: str, tied: bool) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = ModelConfig(

@@ -37,6 +37,6 @@ def test_a_table_is_short_and_says_the_same() -> None:
 
 
 @pytest.mark.parametrize("entry", ["a", "a ", " a", "a.{0-999999999}.b 3"])
-def test_what_is_no_entry_is_refused_at_once(entry: str) -> None:
+def test_invalid_entries_are_refused_at_once(entry: str) -> None:
     with pytest.raises(TrainctlError, match=r"model\.anatomy"):
         from_table([entry])

@@ -61,7 +61,7 @@ def prepare(flavor: str, folder: Path, port: int) -> list[str]:
 
 
 @pytest.mark.cluster
-def test_a_program_of_the_user_s_trains_on_two_nodes_and_its_failure_is_told(
+def test_a_program_of_the_user_s_trains_on_two_nodes_and_its_failure_is_reported(
     tmp_path: Path, port: int
 ) -> None:
     """Words of its own arrive as they are typed; those of a shell execute nothing."""

@@ -209,7 +209,7 @@ def test_a_file_that_shrinks_while_it_is_mapped_ends_in_words(tmp_path):
     assert texts("arrow", file) == TEXTS
 
 
-def test_what_else_ends_the_reading_process_is_told(tmp_path):
+def test_what_else_ends_the_reading_process_is_reported(tmp_path):
     with pytest.raises(TrainctlError, match="read 9 was killed by signal 9") as caught:
         [*read_in_process(signal.raise_signal, 9)]
     assert caught.value.exit_code == ExitCode.environment and not isinstance(

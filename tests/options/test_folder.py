@@ -201,7 +201,7 @@ def test_only_files_that_would_be_options_count(folder: Path) -> None:
     assert [path.name for path in option_files(folder / "options")] == ["board.py", "signum.py"]
 
 
-def test_every_other_process_is_told_and_every_host_has_the_file(trusted: Path) -> None:
+def test_every_other_process_gets_the_folder_and_every_host_has_the_file(trusted: Path) -> None:
     assert trusted_folder_variable() == {FOLDER_VARIABLE: str(trusted)}
     assert "signum" in list_kinds("optimizer")
     spec = load_spec("optimizer", "signum")

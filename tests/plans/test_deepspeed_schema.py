@@ -13,7 +13,7 @@ from trainctl.rules.deepspeed_schema import load, versions
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate_deepspeed_schema.py"
 
 
-def test_it_is_that_of_the_installed_version():
+def test_the_schema_matches_the_installed_version():
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, env=environment

@@ -166,7 +166,7 @@ def staged():
     return plan, StagedBatches(stages_of_plan(plan))
 
 
-def test_the_batch_of_a_step_is_that_of_its_stage():
+def test_the_batch_of_a_step_follows_its_stage():
     plan, batches = staged()
     samples = 0
     for step in range(10):

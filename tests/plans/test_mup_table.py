@@ -42,7 +42,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("kind", TABLE)
-def test_the_factors_are_those_of_the_table(kind):
+def test_the_factors_match_the_table(kind):
     config = wide(optimizer__kind=kind)
     for name, expected in TABLE[kind].items():
         tensor = TensorKind(name)

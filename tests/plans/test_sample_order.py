@@ -39,12 +39,12 @@ def test_what_changes_nothing_says_nothing() -> None:
     assert said(replace_seed(in_order), in_order) == ""
 
 
-def test_another_packing_is_said() -> None:
+def test_another_packing_is_reported() -> None:
     text = said(plan_with(data__packing="best_fit"))
     assert "data.packing=best_fit makes other samples" in text and "held-out losses" in text
 
 
-def test_other_conversations_are_said() -> None:
+def test_other_conversations_are_reported() -> None:
     chats = {"data__kind": "chat", "data__paths": ["a.jsonl"], "data__packing": "best_fit"}
     cuts, drops, refuses = (
         plan_with(**chats, data__on_too_long=rule) for rule in ("cut", "drop", "error")

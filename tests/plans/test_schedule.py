@@ -277,7 +277,7 @@ def typed(step, kind, **fields):
     return curve_of(new_section("schedule", kind, **fields), 400, 0).factor(step)
 
 
-def test_nothing_keeps_up_what_is_defined_to_go_on_falling():
+def test_the_default_floor_does_not_apply_to_step_and_inverse_sqrt_schedules():
     """Expected factors follow the definitions: powers of the factor, and the inverse square root of
     the update's number. The default floor of decaying schedules does not apply.
     """
@@ -293,7 +293,7 @@ def test_nothing_keeps_up_what_is_defined_to_go_on_falling():
     assert typed(399, **kept) == 0.05
 
 
-def test_the_floor_of_a_kind_is_shown_where_nobody_asked_for_one():
+def test_the_default_floor_of_a_schedule_is_shown():
     floors = {}
     for kind in set(KINDS) - {"constant"}:
         evaluated = {"training__evaluate_every_steps": 5}
@@ -314,7 +314,7 @@ def test_the_floor_of_a_kind_is_shown_where_nobody_asked_for_one():
 
 
 @pytest.mark.parametrize("factor", [1, 2, 3])
-def test_restarts_are_those_of_the_paper(factor):
+def test_restarts_match_the_paper(factor):
     """SGDR (arXiv:1608.03983), eq. 5 with eta_min 0 and eta_max 1: cycles of 10 m^i."""
     expected, restarts, length = [], [], 10
     while len(expected) < 400:
@@ -512,7 +512,7 @@ def test_an_interval_is_given_in_the_unit(unit):
     assert finding.key != f"schedule.{other}" and finding.key in finding.hint
 
 
-def test_a_decay_that_does_not_fit_is_cut_and_said_so():
+def test_a_decay_that_does_not_fit_is_cut_and_reported():
     resolution = resolve(
         config_with(schedule__kind="wsd", schedule__decay_steps=99, schedule__warmup_steps=10),
         cpus(),

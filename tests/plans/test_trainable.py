@@ -99,7 +99,7 @@ def test_of_an_anatomy_the_layers_of_blocks_are_adapted() -> None:
     }
 
 
-def test_words_mean_what_they_say() -> None:
+def test_freeze_shortcuts_select_the_named_parameters() -> None:
     model = config_with(**LLAMA).model
     assert matching_parameters(model, "embeddings") == ("model.embed_tokens.weight",)
     assert matching_parameters(model, "head") == ("lm_head.weight",)

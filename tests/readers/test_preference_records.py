@@ -57,6 +57,6 @@ def test_whole_conversations_share_what_both_begin_with():
         ({"chosen": [user("a"), said("")], "rejected": [user("a"), said("c")]}, "is empty"),
     ],
 )
-def test_what_is_no_pair_says_why(record, why):
+def test_invalid_pairs_are_refused_with_the_reason(record, why):
     with pytest.raises(BadConversation, match=why):
         pair_of(record)

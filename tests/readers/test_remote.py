@@ -160,7 +160,7 @@ def test_what_is_wrong_there_is_found_before_a_launch(server):
 
 
 @pytest.mark.parametrize("fault", [500, 503, "break"])
-def test_reading_goes_on_where_a_connection_broke(server, waits, fault, capsys):
+def test_reading_continues_after_a_broken_connection(server, waits, fault, capsys):
     (server.folder / "a.jsonl").write_bytes(LINES)
     files, _ = list_url(server.url("a.jsonl"))
     server.faults += [fault, fault]

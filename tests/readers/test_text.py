@@ -238,7 +238,7 @@ def test_a_side_without_a_sample_is_found(tmp_path):
     assert "1 of 2 files held out are 50% of the text" in finding.message
 
 
-def test_what_is_no_regular_file_is_refused_before_it_is_opened(tmp_path):
+def test_special_files_are_refused_before_they_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "a.txt").write_text("some text " * 99)
     kinds = {

@@ -67,7 +67,7 @@ def data_of(name: str, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # DeepSpeed compiles what offload needs when it is first used
 @pytest.mark.parametrize("name", NAMES)
-def test_it_trains_when_shrunk(name: str, tmp_path: Path) -> None:
+def test_shrunk_recipes_train(name: str, tmp_path: Path) -> None:
     fitted = FITTED.get(name, ["hardware=2xcpu"])
     config = compose([f"recipe={name}", *SMALL, *data_of(name, tmp_path), *fitted]).config
     resolution = resolve(config, resolve_hardware(config.hardware))

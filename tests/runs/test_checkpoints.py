@@ -136,7 +136,7 @@ def test_one_that_is_set_aside_does_not_count(run):
     assert aside.is_dir()
 
 
-def test_the_phases_of_a_commit_are_told_in_order(run):
+def test_the_phases_of_a_commit_are_reported_in_order(run):
     told = []
     make(run, 10)
     make(run, 20)

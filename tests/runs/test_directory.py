@@ -150,7 +150,7 @@ def test_a_named_directory_is_taken_only_if_nothing_is_lost_by_it(tmp_path: Path
         create_run(RunConfig(), run_dir=tmp_path / "file")
 
 
-def test_what_is_not_a_run_is_said_with_the_runs_that_are_there(tmp_path: Path) -> None:
+def test_what_is_not_a_run_is_reported_with_the_runs_that_are_there(tmp_path: Path) -> None:
     code, message, hint = code_of(Path("runs/nothing"))
     assert code is ExitCode.run_state and "runs/nothing does not exist" in message
     with pytest.raises(TrainctlError, match="there is no run in runs"):

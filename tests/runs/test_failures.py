@@ -104,9 +104,7 @@ def test_a_lost_peer_is_a_consequence(error: str, is_consequence: bool) -> None:
         "Error: No such option: --deepspeed_config",
     ],
 )
-def test_a_script_that_cannot_take_the_json_is_told_the_key_for_it(
-    tmp_path: Path, said: str
-) -> None:
+def test_a_script_that_refuses_the_json_gets_the_key_as_a_hint(tmp_path: Path, said: str) -> None:
     (tmp_path / "log").write_text(f"Traceback (most recent call last):\n  File ...\n{said}\n")
     hint = failures.describe_exit(2, tmp_path / "log", uses_trainctl_codes=False)["hint"]
     assert hint.startswith("script_config_flag=null")

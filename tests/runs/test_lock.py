@@ -108,7 +108,7 @@ def test_one_that_looks_does_not_keep_a_launch_out(
             pass
 
 
-def test_a_folder_that_cannot_be_locked_is_said(
+def test_a_folder_that_cannot_be_locked_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunPaths(tmp_path)

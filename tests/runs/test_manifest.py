@@ -153,7 +153,7 @@ def test_any_byte_and_any_value_under_the_old_checksum_is_seen(path: Path) -> No
         ({"model": ...}, "model is None"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_what_is_wrong_is_reported(
     run: RunPaths, path: Path, changes: dict[str, Any], problem: str
 ) -> None:
     manifest = {**content(path), **changes}
@@ -207,7 +207,7 @@ def test_the_first_format_is_read_but_not_without_its_checksum(run: RunPaths, pa
     assert checkpoints.newest_checkpoint(run)[0] is None
 
 
-def test_what_is_no_file_or_too_large_is_not_waited_for(run: RunPaths, path: Path) -> None:
+def test_manifests_that_are_no_file_or_too_large_are_refused(run: RunPaths, path: Path) -> None:
     file = path / "manifest.json"
     good = file.read_bytes()
     started = time.monotonic()

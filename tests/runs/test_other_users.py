@@ -77,7 +77,7 @@ def test_a_run_is_its_owners_alone_unless_it_is_shared(
         create_run(RunConfig(), run_dir=folder / "wrong")
 
 
-def test_who_can_only_read_a_run_cannot_hold_it_up(
+def test_a_user_with_read_access_cannot_block_a_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(UMASK_VARIABLE, "022")

@@ -98,7 +98,7 @@ def test_sigterm_first_and_sigkill_after_the_grace(
     assert (gentle.wait(), stubborn.wait()) == (-signal.SIGTERM, -signal.SIGKILL)
 
 
-def test_a_sweep_keeps_whom_it_is_told_to(
+def test_termination_spares_the_listed_processes(
     started: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     tag = RunTag("mine", tmp_path, 1)

@@ -135,7 +135,7 @@ def test_the_last_attempt_wins_from_its_first_step_on() -> None:
     st.sets(st.integers(1, 14), max_size=3),
     st.integers(1, 300),
 )
-def test_steps_read_from_the_end_are_those_of_the_curve(
+def test_steps_read_from_the_end_match_the_curve(
     tmp_path_factory: pytest.TempPathFactory,
     attempts: list[tuple[int, int]],
     wanted: set[int],

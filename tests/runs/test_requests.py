@@ -34,7 +34,7 @@ def test_whoever_may_write_the_run_may_follow_a_request(tmp_path: Path) -> None:
     assert stat.S_IMODE(run.requests.stat().st_mode) == 0o770
 
 
-def test_what_is_no_request_is_not_followed(tmp_path: Path) -> None:
+def test_malformed_requests_are_ignored(tmp_path: Path) -> None:
     run = RunPaths(tmp_path)
     run.requests.mkdir()
     for name in ("halt", ".stop.123.tmp", "STOP"):

@@ -189,7 +189,9 @@ def test_a_checkpoint_holds_the_adapter_and_names_its_base(trained, base: Path) 
 
 
 @pytest.mark.slow
-def test_it_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path, trained, base: Path) -> None:
+def test_a_resumed_run_is_bit_for_bit_the_same_and_other_layouts_can_resume_it(
+    tmp_path: Path, trained, base: Path
+) -> None:
     whole, plan = trained["lora"]
     half, plan = started(tmp_path / "half", "lora", base)
     ways = [(3, 1), (1, 2)]

@@ -68,7 +68,7 @@ def curve_of_peft(config: RunConfig, base: Path, run: RunPaths) -> list[tuple[fl
 
 
 @pytest.mark.slow
-def test_its_curve_is_that_of_peft(tmp_path: Path) -> None:
+def test_the_curve_matches_peft(tmp_path: Path) -> None:
     base = base_directory(tmp_path / "base")
     config = config_of(Adapting("lora-all"), STEPS)
     config.model.initial_weights = str(base)

@@ -170,7 +170,9 @@ def test_closed_forms_are_the_anatomy_of_what_is_built(family: str) -> None:
         ("jetmoe", r"its code goes by values, and there are none \(.*modeling_jetmoe.py:\d+\)"),
     ],
 )
-def test_what_is_no_decoder_is_refused_with_the_reason(kind: str, reason: str, tmp_path) -> None:
+def test_models_that_are_no_decoder_are_refused_with_the_reason(
+    kind: str, reason: str, tmp_path
+) -> None:
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(TrainctlError, match=reason):
         anatomy(ModelConfig(name="hf", family="hf", path=str(tmp_path)))

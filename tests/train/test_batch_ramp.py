@@ -72,7 +72,7 @@ def steps_of(run):
 
 
 @pytest.mark.slow
-def test_it_is_the_run_made_by_hand_also_resumed_elsewhere(tmp_path, by_hand):
+def test_a_batch_ramp_equals_manual_stages_also_resumed_on_another_layout(tmp_path, by_hand):
     plan = tiny_plan(ramped(), 2)
     run = trained(tmp_path / "run", plan)
     assert curve(run) == curve(by_hand)
@@ -136,7 +136,7 @@ def test_every_layout_changes_at_the_same_step(tmp_path, by_hand, names):
         assert_close(run, by_hand)
 
 
-def test_in_tokens_the_learning_rate_is_that_of_the_tokens_seen(tmp_path):
+def test_a_schedule_in_tokens_follows_the_tokens_seen(tmp_path):
     """bf16, ZeRO 1; half of the decay is at half of the tokens, not of the steps."""
     config = ramped(1, DataType.bf16)
     config.training = replace(config.training, evaluation_samples=0)

@@ -205,7 +205,7 @@ def test_a_document_is_the_same_in_all_its_samples_and_another_in_the_next_epoch
     assert 0.3 < sentinels[0] / (3 * len(ends)) < 0.7 and (epochs[0] != epochs[1]).any()
 
 
-def test_a_run_of_before_ends_were_kept_goes_on_without_what_needs_them(config, tmp_path):
+def test_a_run_without_document_ends_resumes_without_features_that_need_them(config, tmp_path):
     run, plan = RunPaths(tmp_path / "run"), tiny_plan(with_data(config, packing=Packing.stream), 1)
     run.root.mkdir()
     prepare(plan, run)
@@ -216,7 +216,7 @@ def test_a_run_of_before_ends_were_kept_goes_on_without_what_needs_them(config, 
         prepare(tiny_plan(config, 1), run)
 
 
-def test_a_cached_text_of_before_ends_were_kept_is_tokenized_again_where_they_are_needed(config):
+def test_a_cached_corpus_without_document_ends_is_tokenized_again_if_they_are_needed(config):
     whole = build_corpora(config, ByteTokenizer())["data"]
     record = Path(whole.folder) / "corpus.json"
     write_json(record, asdict(whole.as_without_ends()))

@@ -90,7 +90,7 @@ def test_a_callback_ends_the_run_as_done(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_gradients_are_those_of_a_plain_computation(tmp_path: Path, stage: int) -> None:
+def test_gradients_match_a_plain_computation(tmp_path: Path, stage: int) -> None:
     config = config_of({"gradients": {}}, steps=HALF, zero_stage__stage=stage)
     config.checkpoint.at_end = False
     run = run_of(tmp_path / "run", config)

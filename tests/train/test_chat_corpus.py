@@ -108,7 +108,7 @@ def test_keys_of_no_shape_come_with_the_shapes_that_are_known():
 
 
 @pytest.mark.parametrize("said", BAD)
-def test_what_is_no_conversation_says_why(said):
+def test_invalid_conversations_are_refused_with_the_reason(said):
     with pytest.raises(BadConversation, match=re.escape(said)):
         conversation_of(BAD[said])
 

@@ -183,7 +183,7 @@ def test_a_prompt_is_what_a_conversation_begins_with(folder):
     assert template.render(messages).ids[: len(prompt)].tolist() == prompt.tolist()
 
 
-def test_what_cannot_be_rendered_is_said(folder, named, tmp_path):
+def test_what_cannot_be_rendered_is_reported(folder, named, tmp_path):
     template = named(folder, "{{ raise_exception('only one user') }}")
     with pytest.raises(CannotRender, match=r"begins 'hello'.*only one user"):
         template.render(asked(("hello", "there")))

@@ -193,7 +193,7 @@ def test_a_stage_begins_where_the_plan_says_or_the_resume_is_refused(texts, tmp_
     resume()
 
 
-def test_another_packing_is_no_way_to_go_on(texts, tmp_path, monkeypatch):
+def test_resuming_with_another_packing_is_refused(texts, tmp_path, monkeypatch):
     config = mixed(texts, "code", "prose")
     run, path = run_of(tmp_path / "run", tiny_plan(config, 1), 2 * 8, 2)
     found = json.loads((path / "manifest.json").read_text())

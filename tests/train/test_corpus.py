@@ -51,7 +51,7 @@ def files_config(texts, **fields):
     return new_section("data", "files", paths=[str(texts / "**" / "*.*")], **fields)
 
 
-def test_the_cache_of_before_has_the_key_of_the_text():
+def test_text_sources_keep_the_identity_of_old_caches():
     assert document_identity(DataConfig()) == "text"
     assert document_identity(new_section("data", "files", text_key="body")) == "body"
 
@@ -314,7 +314,7 @@ def test_a_cache_that_cannot_be_made_is_the_machines_fault(texts, monkeypatch):
     assert caught.value.exit_code == ExitCode.environment
 
 
-def test_who_has_to_wait_is_told_for_whom(texts):
+def test_a_waiting_process_reports_which_process_it_waits_for(texts):
     folder = cache_folder() / "corpus-x"
     told: list[str] = []
 

@@ -89,7 +89,7 @@ def test_every_layout_sees_the_same_samples_in_a_step(tmp_path, data_size, micro
     assert sorted(seen) == sorted(reference)
 
 
-def test_rows_of_a_mixture_are_those_of_their_sources(tmp_path):
+def test_rows_of_a_mixture_match_their_sources(tmp_path):
     corpora = {name: tmp_path / name for name in "ab"}
     for folder in corpora.values():
         folder.mkdir()

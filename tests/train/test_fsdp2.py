@@ -77,7 +77,7 @@ def assert_alike(run: RunPaths, expected: RunPaths, *, loss: float = 1e-6, norm:
     assert end_of(run)[0] == pytest.approx(end_of(expected)[0], rel=loss)
 
 
-def test_the_curve_is_that_of_zero_3_and_a_run_goes_on_under_either(tmp_path):
+def test_the_curve_matches_zero_3_and_a_run_goes_on_under_either(tmp_path):
     """Tied embeddings, first dimensions that do not divide, recomputation, an average, and back."""
     run = {
         name: RunPaths(tmp_path / name)

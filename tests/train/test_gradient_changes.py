@@ -95,7 +95,7 @@ def assert_as_reference(folder, stage, options, **layout):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_all_of_them_at_once(tmp_path, stage):
+def test_all_gradient_changes_together(tmp_path, stage):
     assert_as_reference(tmp_path, stage, TOGETHER)
 
 
@@ -123,19 +123,19 @@ def test_each_changes_the_curve(tmp_path):
         (3, "mean"),  # which is not among those together
     ],
 )
-def test_each_alone(tmp_path, stage, option):
+def test_each_gradient_change_alone(tmp_path, stage, option):
     assert_as_reference(tmp_path, stage, OPTIONS[option])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "axis"), [(1, "pipeline"), (3, "tensor"), (2, "sequence")])
-def test_all_of_them_on_other_layouts(tmp_path, stage, axis):
+def test_all_gradient_changes_on_other_layouts(tmp_path, stage, axis):
     assert_as_reference(tmp_path, stage, TOGETHER, **{axis: 2})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # DeepSpeed compiles CPUAdam when it is first used
-def test_all_of_them_in_host_memory(tmp_path):
+def test_all_gradient_changes_with_offload_to_host_memory(tmp_path):
     assert_as_reference(tmp_path, 3, TOGETHER, optimizer=OffloadDevice.cpu)
 
 
@@ -209,7 +209,7 @@ def test_the_history_of_norms_has_its_window_and_goes_on_from_a_checkpoint():
     assert off.state() == [] and off.limit(2.0) is None
 
 
-def test_one_of_them_decides_what_is_clipped_at():
+def test_adaptive_clipping_replaces_fixed_clipping_after_enough_norms():
     """Adaptive clipping replaces `optimizer.gradient_clipping` once it has enough norms."""
     limits = {}
     for kind in AdaptiveClipping:

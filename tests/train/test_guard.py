@@ -212,11 +212,11 @@ DIVERGED = {
 
 
 @pytest.mark.parametrize("losses, vocab_size, step", DIVERGED.values(), ids=DIVERGED)
-def test_a_divergence_is_told_once(losses, vocab_size, step):
+def test_a_divergence_is_reported_once(losses, vocab_size, step):
     assert verdicts(losses, vocab_size) == [(True, step)]
 
 
-def test_a_loss_that_comes_down_again_is_told_too():
+def test_a_loss_that_comes_down_again_is_reported_too():
     losses = [*[3.0] * 20, *[9.0] * 30, *[3.5] * 30, *[9.0] * 10]
     assert verdicts(losses, 32_000) == [(True, 30), (False, 60), (True, 90)]
 

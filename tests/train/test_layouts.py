@@ -107,7 +107,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_curve_is_that_of_one_process(name, runs):
+def test_the_curve_matches_one_process(name, runs):
     alone, run = runs[name]
     expected, found = curve(alone), curve(run)
     assert list(found) == list(expected) == list(range(1, STEPS + 1))

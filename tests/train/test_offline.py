@@ -66,7 +66,7 @@ def test_a_device_that_is_not_here_is_refused(run):
         assert code == ExitCode.environment and "no cuda device" in answer["error"]["message"]
 
 
-def test_what_a_directory_lacks_is_said(tmp_path):
+def test_what_a_directory_lacks_is_reported(tmp_path):
     """The message names the missing file, not only the number of findings."""
     code, answer = offline("add-tokens", tmp_path / "none", tmp_path / "out", '["<a>"]')
     assert code == ExitCode.bad_input and str(tmp_path / "none") in answer["error"]["message"]

@@ -78,7 +78,7 @@ def train_all(layouts: dict[Layout, Case]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_curve_is_that_of_one_process(tmp_path: Path) -> None:
+def test_the_curve_matches_one_process(tmp_path: Path) -> None:
     layouts = dict.fromkeys((*LAYOUTS, *(layout.alone for layout in LAYOUTS)))
     cases = {
         layout: Case(

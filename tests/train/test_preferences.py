@@ -109,7 +109,7 @@ def test_a_sample_is_one_pair_and_one_too_long_is_left_out(pairs, tmp_path):
     assert (batch.labels[1] == IGNORED_LABEL).all()
 
 
-def test_what_a_run_keeps_of_other_pairs_is_no_reference(pairs, tmp_path):
+def test_reference_losses_of_other_pairs_are_not_used(pairs, tmp_path):
     """The other file has as many pairs, with other answers: only its digest differs."""
     others = tmp_path / "others.jsonl"
     others.write_text(pairs.read_text().replace("about", "maybe"))
@@ -174,7 +174,7 @@ def test_a_pair_of_which_no_token_is_left_is_bad(monkeypatch):
     assert not len(found)
 
 
-def test_losses_are_those_of_their_papers():
+def test_losses_match_their_papers():
     torch.manual_seed(0)
     labels = torch.full((2, 9), IGNORED_LABEL)
     labels[0, 1:3] = labels[0, 5:8] = labels[1, 2:4] = 1  # the second has one answer: no pair
@@ -267,7 +267,7 @@ def test_every_layout_has_one_curve_and_a_run_goes_on_bit_for_bit(pairs, tmp_pat
 
 
 @pytest.mark.slow
-def test_its_curve_is_that_of_trl(pairs, tmp_path):
+def test_the_curve_matches_trl(pairs, tmp_path):
     steps, rate = 20, 1e-3
     short = tmp_path / "pairs.jsonl"
     short.write_text("".join(pairs.read_text().splitlines(keepends=True)[:40]))

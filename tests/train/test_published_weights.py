@@ -194,7 +194,7 @@ def test_a_range_of_experts_is_read_from_their_own_files_alone(tmp_path):
     assert torch.equal(mine.view(4, -1, 32), torch.cat(halves, 1))
 
 
-def test_wrong_files_are_told_with_the_tensor_and_its_file(tmp_path):
+def test_wrong_files_are_reported_with_the_tensor_and_its_file(tmp_path):
     made("mixtral").save_pretrained(tmp_path / "good")
     file = "model.safetensors"
     tensors = load_file(tmp_path / "good" / file)

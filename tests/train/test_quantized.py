@@ -206,7 +206,7 @@ def curve_of_peft(base: Path, name: str, run: RunPaths, plan: RunPlan) -> list[f
 
 
 @pytest.mark.parametrize("name", ["nf4-double", "int8"])
-def test_the_curve_is_that_of_peft_on_bitsandbytes(trained, base: Path, name: str) -> None:
+def test_the_curve_matches_peft_on_bitsandbytes(trained, base: Path, name: str) -> None:
     run, plan = trained[name]
     ours = [loss for loss, _ in curve(run).values()]
     theirs = curve_of_peft(base, name, run, plan)
@@ -243,7 +243,9 @@ def test_exports_are_what_was_trained(tmp_path: Path, trained, base: Path, name:
 
 
 @pytest.mark.slow
-def test_it_goes_on_bit_for_bit_and_elsewhere(tmp_path: Path, trained, base: Path) -> None:
+def test_a_resumed_run_is_bit_for_bit_the_same_and_other_layouts_can_resume_it(
+    tmp_path: Path, trained, base: Path
+) -> None:
     whole, plan = trained["nf4-double"]
     half = RunPaths(tmp_path / "half")
     other = RunPaths(tmp_path / "other")

@@ -99,7 +99,7 @@ def assert_same(one, other, tolerance=1e-6):
     ],
     ids=str,
 )
-def test_gradients_are_those_of_keeping_everything(family, settings, blocks_wrapped):
+def test_gradients_match_a_run_without_recomputation(family, settings, blocks_wrapped):
     model = built(family)
     recomputed, count = wrapped(model, **settings)
     assert count == blocks_wrapped

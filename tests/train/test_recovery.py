@@ -36,7 +36,7 @@ def test_every_optimizer(tmp_path, kind, stage, policy):
     assert_recovers(tmp_path, partial(plan, stage, DataType.fp32, **settings), policy)
 
 
-def test_limits_of_the_norm_are_those_of_the_checkpoint(tmp_path):
+def test_limits_of_the_norm_match_the_checkpoint(tmp_path):
     settings = {
         "gradients__adaptive_clipping": AdaptiveClipping.percentile,
         "gradients__adaptive_percentile": 25.0,
@@ -99,7 +99,7 @@ def test_four_ranks_decide_alike_what_two_have_seen(tmp_path, axis, policy):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # DeepSpeed compiles what swaps when it is first used
-def test_parameters_on_nvme_are_those_of_the_checkpoint(tmp_path):
+def test_parameters_on_nvme_match_the_checkpoint(tmp_path):
     settings = on_nvme(tmp_path, parameters=OffloadDevice.nvme)
     made = partial(plan, 3, DataType.fp32, **settings)
     assert_recovers(tmp_path, made, REWIND, gradient_only=True)

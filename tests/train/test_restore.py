@@ -82,7 +82,7 @@ def test_weights_come_from_a_run_or_one_of_its_checkpoints(run, process, tmp_pat
         find_weights_checkpoint(file_of(run, 2).parent, process)
 
 
-def test_every_tensor_is_asked_for_or_nothing_is_loaded(run, process):
+def test_checkpoints_with_missing_or_additional_tensors_are_not_loaded(run, process):
     """Whichever of the two has more, and where the checkpoint does not say which model it is of."""
     shapes = facts(3)["shapes"]
     found = newest_valid_checkpoint(run, process)

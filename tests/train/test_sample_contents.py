@@ -116,12 +116,12 @@ def test_lists_of_samples(text, counters):
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "5-3", "-4", "1,,2", "0-1000", "0-9999999999999"])
-def test_what_is_no_such_list(text):
+def test_invalid_sample_lists_are_refused(text):
     with pytest.raises(TrainctlError, match="samples"):
         parse_counters(text)
 
 
-def test_the_samples_of_a_step_are_those_of_the_run_as_it_stands():
+def test_the_samples_of_a_step_follow_the_current_branch_of_the_run():
     events = [
         {"event": "step", "attempt": attempt, "step": step, "samples": samples}
         for attempt, step, samples in [(1, 1, [0, 4]), (1, 2, [4, 8]), (2, 2, [8, 12])]

@@ -20,7 +20,7 @@ def plan(partition):
 
 
 @pytest.mark.slow
-def test_the_curve_is_that_of_one_partition(tmp_path):
+def test_the_curve_matches_one_partition(tmp_path):
     """Late weights would make the first forward pass read uninitialised memory."""
     plain, node, parts = (RunPaths(tmp_path / name) for name in ("plain", "node", "parts"))
     hpz = plan(2)

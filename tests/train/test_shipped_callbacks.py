@@ -77,7 +77,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_statistics_of_layers_are_those_of_plain_torch(tmp_path: Path, layout: str) -> None:
+def test_statistics_of_layers_match_plain_torch(tmp_path: Path, layout: str) -> None:
     changes, processes = LAYOUTS[layout]
     config = config_of(LAYERS, **changes)
     config.checkpoint.at_end = False
@@ -132,7 +132,7 @@ def test_dead_units_are_counted_over_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_update_ratios_are_those_of_the_weights(tmp_path: Path, stage: int) -> None:
+def test_update_ratios_match_the_weights(tmp_path: Path, stage: int) -> None:
     config = config_of(LAYERS, zero_stage__stage=stage, schedule__warmup_steps=0)
     config.checkpoint.at_end, config.checkpoint.every_steps = False, 1
     run = trained(tmp_path / "run", config)
@@ -161,7 +161,7 @@ def test_update_ratios_are_those_of_the_weights(tmp_path: Path, stage: int) -> N
         ({}, 1),
     ],
 )
-def test_noise_scale_is_that_of_single_gradients(
+def test_noise_scale_matches_single_gradients(
     tmp_path: Path, changes: dict[str, Any], processes: int
 ) -> None:
     config = config_of(NOISE, **changes)

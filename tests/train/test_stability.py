@@ -122,7 +122,7 @@ def test_a_spoilt_run_is_the_run_without_what_spoilt_it(tmp_path, stage, compute
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "compute", "policy"), OTHER)
-def test_so_it_is_with_every_policy_at_each_stage(tmp_path, stage, compute, policy):
+def test_every_policy_at_each_zero_stage(tmp_path, stage, compute, policy):
     assert_recovers(tmp_path, partial(plan, stage, compute), policy)
 
 
@@ -143,7 +143,7 @@ def test_a_gradient_alone_may_be_bad(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "policy"), [(3, OnBadLoss.rewind), (2, OnBadLoss.skip_batch)])
-def test_so_it_is_under_the_other_engine(tmp_path, stage, policy):
+def test_every_policy_under_fsdp2(tmp_path, stage, policy):
     made = partial(plan, stage, DataType.bf16, engine__kind="fsdp2")
     assert_recovers(tmp_path, made, policy)
 
@@ -298,7 +298,7 @@ def test_a_crash_between_interventions_leaves_the_same_run(tmp_path, policy):
     assert replayed[0]["loss"] == replayed[0]["expected"]
 
 
-def test_a_learning_rate_that_is_far_too_high_is_told_without_a_policy(tmp_path):
+def test_a_learning_rate_that_is_far_too_high_is_reported_without_a_policy(tmp_path):
     config = tiny_config(steps=24, evaluation_samples=0, sequence_length=32)
     config.optimizer.lr = 5.0
     config.schedule = new_section("schedule", "constant", warmup_steps=0)

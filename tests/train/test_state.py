@@ -48,7 +48,7 @@ class CountsOnTheLast(torch.optim.SGD):
     """DeepSpeed's FusedLion, as far as its states go: it is built on GPUs only."""
 
 
-def test_the_step_count_of_the_fused_lion_is_that_of_the_last_of_a_group(monkeypatch):
+def test_fused_lion_counts_steps_in_the_last_parameter_of_a_group(monkeypatch):
     monkeypatch.setitem(wrapper_base._KINDS, CountsOnTheLast, wrapper_base._KINDS[FusedLion])
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer = CountsOnTheLast(parameters)

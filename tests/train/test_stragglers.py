@@ -77,7 +77,7 @@ def test_stages_of_a_pipeline_are_compared_within_themselves() -> None:
     assert slow_ranks([FAST, SLOW], stages=2, factor=1.3, step_seconds=3.0) == []
 
 
-def test_what_is_little_of_a_step_is_not_felt() -> None:
+def test_short_delays_are_not_reported_as_stragglers() -> None:
     own = [(0.001, 0.0, 0.0, 0.0), (0.004, 0.0, 0.0, 0.0)]
     assert slow_ranks(own, stages=1, factor=1.3, step_seconds=1.0) == []
     assert [slow.rank for slow in slow_ranks(own, stages=1, factor=1.3, step_seconds=0.01)] == [1]

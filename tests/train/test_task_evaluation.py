@@ -136,7 +136,7 @@ SLOW = ("expert", "compiled")
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
 )
-def test_results_are_those_of_lm_eval_and_the_curve_is_undisturbed(
+def test_results_match_lm_eval_and_the_curve_is_undisturbed(
     tmp_path: Path, tasks: Path, layout: str
 ) -> None:
     keys = {"tasks": ["pick", "read"], "batch_size": 3}

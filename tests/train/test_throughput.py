@@ -58,7 +58,7 @@ def of_kind(run: RunPaths, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run.events) if event["event"] == kind]
 
 
-def test_utilisation_is_that_of_the_recorded_speed(run: RunPaths) -> None:
+def test_utilisation_matches_the_recorded_speed(run: RunPaths) -> None:
     per_token = flops_per_token(plan(2, None).config.model, 128)
     for step in of_kind(run, "step"):
         flops = step["tokens_per_second"] * per_token

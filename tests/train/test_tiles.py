@@ -72,7 +72,7 @@ def test_what_is_inside_a_layer_exists_for_one_tile_at_a_time():
         assert model(ids[:1, :3]).logits.shape[1] == 3  # fewer tokens than tiles
 
 
-def test_a_block_without_such_a_layer_is_told():
+def test_a_block_without_such_a_layer_is_reported():
     model = built()
     layer = blocks(model)[0]
     layer.something, layer.mlp = layer.mlp, None

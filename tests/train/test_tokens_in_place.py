@@ -135,7 +135,7 @@ def test_files_are_on_a_side_each_and_read_as_one_array(tmp_path):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_slice_of_joined_spans_is_that_of_one_array(tmp_path_factory, sizes, data):
+def test_any_slice_of_joined_spans_equals_that_of_one_array(tmp_path_factory, sizes, data):
     folder = tmp_path_factory.mktemp("joined")
     whole, spans = [], []
     for number, size in enumerate(sizes):
@@ -193,7 +193,7 @@ class Unended(ByteTokenizer):
     end_of_document = None
 
 
-def test_all_that_is_wrong_is_said_before_a_launch_and_by_the_build(tmp_path):
+def test_all_that_is_wrong_is_reported_before_a_launch_and_by_the_build(tmp_path):
     folder = tmp_path / "corpus"
     made_in(folder / "a", "megatron", [[5, 300, END]])
     broken = made_in(folder / "b", "megatron")

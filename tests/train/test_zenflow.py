@@ -114,7 +114,7 @@ class TestTraining:
             found, norm = curve(run)[step]
             assert found == pytest.approx(loss, abs=0.02) and norm is None
 
-    def test_from_there_a_run_goes_on_without_it(self, tmp_path, reference):
+    def test_a_zenflow_run_resumes_without_zenflow(self, tmp_path, reference):
         """A checkpoint holds the whole optimizer: matrices in their own orientation, columns up to
         date.
         """

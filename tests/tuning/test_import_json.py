@@ -95,7 +95,7 @@ def test_what_a_torch_name_means():
     assert imported.choices["optimizer"] == "adam"
 
 
-def test_what_cannot_be_expressed_is_said():
+def test_what_cannot_be_expressed_is_reported():
     config = {
         **BASE,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "amsgrad": True}},
@@ -118,7 +118,7 @@ def test_sizes_that_deepspeed_takes_for_one():
 
 
 @pytest.mark.parametrize("is_offloaded", [True, False])
-def test_another_kernel_than_the_one_asked_for_is_said(is_offloaded):
+def test_another_kernel_than_the_one_requested_is_reported(is_offloaded):
     device = {"offload_optimizer": {"device": "cpu"}} if is_offloaded else {}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": is_offloaded}}
     config = {**BASE, "optimizer": optimizer, "zero_optimization": {"stage": 2, **device}}

@@ -41,7 +41,7 @@ def test_a_key_and_what_comes_from_it(made: RunPlan, key: str, names: set[str]) 
     assert names <= found if names else found == set()
 
 
-def test_every_key_can_be_asked_for(made: RunPlan) -> None:
+def test_every_key_can_be_requested(made: RunPlan) -> None:
     for key in leaves():
         for item in derived_from(key, made):
             assert item in made.derived

@@ -78,7 +78,7 @@ def test_a_checkpoint_that_its_run_may_remove_is_no_base_to_rely_on(tmp_path: Pa
         ({"model.layers.0.mlp.gate.e_score_correction_bias": (4,)}, "TC149", "1 tensors of"),
     ],
 )
-def test_each_difference_is_told(tmp_path: Path, change: Any, rule: str, words: str) -> None:
+def test_each_difference_is_reported(tmp_path: Path, change: Any, rule: str, words: str) -> None:
     shapes = {k: v for k, v in (SHAPES | change).items() if v is not None}
     save(tmp_path / "model.safetensors", shapes, "BF16")
     (found,) = check_model_files(config(tmp_path))
@@ -109,7 +109,7 @@ def test_weights_with_the_head_of_another_task_are_refused(tmp_path: Path) -> No
         ({"__metadata__": ["pt"]}, "has a broken __metadata__"),
     ],
 )
-def test_a_damaged_header_is_told(tmp_path: Path, change: Any, words: str) -> None:
+def test_a_damaged_header_is_reported(tmp_path: Path, change: Any, words: str) -> None:
     half = {"dtype": "BF16", "shape": [2]}
     header = {name: {**half, "data_offsets": [4 * at, 4 * at + 4]} for at, name in enumerate("ab")}
     for name, entry in change.items():
@@ -121,7 +121,7 @@ def test_a_damaged_header_is_told(tmp_path: Path, change: Any, words: str) -> No
     assert found.rule == "TC145" and words in found.message
 
 
-def test_quantised_and_broken_files_are_told(tmp_path: Path) -> None:
+def test_quantised_and_broken_files_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save(path, SHAPES)
     (found,) = check_model_files(config(tmp_path))
@@ -192,7 +192,7 @@ def test_a_tokenizer_is_held_against_the_vocabulary(tmp_path: Path) -> None:
     assert found.rule == "TC156" and "tokenizer_config.json" in found.message
 
 
-def test_no_end_of_document_is_told_and_documents_can_be_masked(tmp_path: Path) -> None:
+def test_no_end_of_document_is_reported_and_documents_can_be_masked(tmp_path: Path) -> None:
     made = RunConfig()
     made.tokenizer = tokenizer(tmp_path, "a", "b")
     (found,) = check_tokenizer_files(made)
@@ -201,7 +201,7 @@ def test_no_end_of_document_is_told_and_documents_can_be_masked(tmp_path: Path) 
     assert check_tokenizer_files(made) == [found]
 
 
-def test_bytes_for_weights_that_know_other_ids_are_told(tmp_path: Path) -> None:
+def test_bytes_for_weights_that_know_other_ids_are_reported(tmp_path: Path) -> None:
     made = config(tmp_path)
     assert check_tokenizer_files(made) == []
     tokenizer(tmp_path, "a", "</s>")

@@ -129,7 +129,7 @@ def test_nothing_that_fits_is_faster(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", list_kinds("optimizer"))
-def test_the_memory_of_a_sketch_is_that_of_its_plan(kind: str) -> None:
+def test_the_memory_of_a_sketch_equals_that_of_its_plan(kind: str) -> None:
     """The search budgets sketches, which must know as much about each optimizer as plans do."""
     hardware = hardware_of("h100-80g", 1, 8)
     compared = 0
@@ -380,7 +380,7 @@ def test_memory_is_named_where_the_batch_is_not_what_is_too_small() -> None:
     assert finding.hint.endswith("or leave offload to the search")
 
 
-def test_what_no_layout_can_mend_is_said_by_its_rule() -> None:
+def test_what_no_layout_can_mend_is_reported_by_its_rule() -> None:
     hardware = hardware_of("h100-80g", 1, 8)
     too_long = LLAMA_7B | {"model.max_position_embeddings": 1024}
     assert ("TC021", ExitCode.bad_input) in nothing(too_long, hardware)

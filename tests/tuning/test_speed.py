@@ -129,7 +129,7 @@ def test_tiles_multiply_the_feed_forward_layers_once_more() -> None:
     assert tiles.recompute == whole.recompute == 0
 
 
-def test_the_bubble_is_that_of_one_forward_one_backward() -> None:
+def test_the_pipeline_bubble_is_that_of_1f1b() -> None:
     for micro_batches in (4, 8, 32):
         time = time_of(parallelism__pipeline=4, training__gradient_accumulation_steps=micro_batches)
         work = time.compute + time.transfer + time.reduce + time.tensor

@@ -135,7 +135,7 @@ def test_a_kill_at_any_moment_changes_nothing(tmp_path: Path) -> None:
     assert files(disturbed) == files(tmp_path / "whole")
 
 
-def test_a_process_that_is_killed_is_said_in_words(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_is_reported_in_words(tmp_path: Path) -> None:
     """The kernel kills a process so when memory runs out."""
     parts = [PartToMeasure("a", str(number), "", partial(os._exit, 9)) for number in range(2)]
     with pytest.raises(TrainctlError, match="was killed") as raised:

@@ -284,7 +284,7 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
     assert all(path.stat().st_mtime_ns != time for path, time in before.items())
 
 
-def test_what_is_no_number_is_within_no_bound(tmp_path: Path) -> None:
+def test_nan_is_within_no_bound(tmp_path: Path) -> None:
     keys = load_spec("filter", "function").keys(call="math:sqrt", minimum=0.0)
     nan = np.float32("nan")
     from trainctl.data.quality.columns import Columns, ColumnWriter, MeasuredPart

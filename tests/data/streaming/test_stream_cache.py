@@ -116,7 +116,7 @@ def test_a_folder_may_have_any_name(tmp_path):
     assert tokens[0:10].tolist() == SIDES["train"][0][:10].tolist()
 
 
-def test_writing_goes_on_where_it_was_cut_off(place, monkeypatch):
+def test_an_interrupted_upload_continues(place, monkeypatch):
     from trainctl.data.streaming import transfer
 
     put, written = transfer._write_atomically, []

@@ -40,7 +40,7 @@ def watch(told: Told, tmp_path: Path) -> BuildWatch:
     return BuildWatch(attempt, ["cpu_adam", "async_io"], on_build)
 
 
-def test_a_build_is_told_once_when_it_begins_and_once_when_it_ends(
+def test_a_build_is_reported_once_when_it_begins_and_once_when_it_ends(
     folder: Path, tmp_path: Path
 ) -> None:
     told: Told = []
@@ -59,7 +59,7 @@ def test_a_build_is_told_once_when_it_begins_and_once_when_it_ends(
     assert told == [("cpu_adam", False), ("cpu_adam", True)]
 
 
-def test_one_that_is_there_is_told_only_if_it_is_compiled_anew(
+def test_an_existing_build_is_reported_only_if_it_is_recompiled(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: Told = []

@@ -31,7 +31,7 @@ def test_ranks_of_one_node_meet_where_no_other_user_can(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("joins", [True, False])
-def test_ranks_that_join_no_process_group_are_told_once(
+def test_ranks_that_join_no_process_group_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, joins: bool
 ) -> None:
     """Two models that know nothing of each other would train, and end with 0."""

@@ -110,7 +110,7 @@ def ended(run: RunPaths, state: State) -> None:
     write_status(run, Status(state=state, attempt=2, message="why", **about))
 
 
-def test_each_thing_that_happens_is_told_once(tmp_path: Path) -> None:
+def test_each_event_is_alerted_once(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     slow = {"rank": 1, "node": 0, "host": "b", "slow": True, "factor": 2.0, "part": "data",
             "seconds": 2.0, "usual_seconds": 1.0, "step": 8}  # fmt: skip
@@ -149,7 +149,7 @@ def test_each_thing_that_happens_is_told_once(tmp_path: Path) -> None:
         assert not path.is_file() or CANARY not in path.read_text()
 
 
-def test_only_what_is_asked_for_is_told(tmp_path: Path) -> None:
+def test_only_requested_alerts_are_sent(tmp_path: Path) -> None:
     from trainctl.config.schema import AlertKind
 
     run = new_run(tmp_path, kinds=[AlertKind.end])
@@ -160,7 +160,7 @@ def test_only_what_is_asked_for_is_told(tmp_path: Path) -> None:
         assert [alert["kind"] for alert in server.got] == ["end"]
 
 
-def test_what_happened_before_anyone_was_to_be_told_is_no_news(tmp_path: Path) -> None:
+def test_events_before_alerts_were_configured_are_not_sent(tmp_path: Path) -> None:
     run = made_runs.new_run(tmp_path / "run")
     planned = read_plan(run.attempt(1).plan)
     logging = LoggingConfig(to=[], alerts=AlertsConfig(urls=[URL]))
@@ -174,7 +174,7 @@ def test_what_happened_before_anyone_was_to_be_told_is_no_news(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_who_cannot_be_told_is_told_later_and_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+def test_a_failed_receiver_is_retried_and_delays_no_other(tmp_path: Path) -> None:
     run = new_run(tmp_path, urls=[URL, "${oc.env:OTHER_URL}"])
     write(run, ("launch", {}), restart(1))
     with webhook() as server, webhook() as other:
@@ -202,7 +202,7 @@ def test_who_cannot_be_told_is_told_later_and_keeps_nobody_else_waiting(tmp_path
     assert CANARY not in said
 
 
-def test_one_who_cannot_be_told_keeps_the_end_from_nobody(tmp_path: Path) -> None:
+def test_a_failing_receiver_does_not_delay_the_final_alert(tmp_path: Path) -> None:
     run = new_run(tmp_path, urls=[URL, "${oc.env:OTHER_URL}"])
     write(run, ("launch", {}), restart(1))
     with webhook() as server, webhook() as other:
@@ -273,7 +273,7 @@ def test_a_program_gets_the_alert_and_no_shell_sees_it(tmp_path: Path) -> None:
     wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists())
 
 
-def test_that_nothing_moves_is_told_once_until_it_does(tmp_path: Path) -> None:
+def test_a_stall_is_alerted_once_until_the_run_moves_again(tmp_path: Path) -> None:
     run = new_run(tmp_path, no_progress_minutes=0.02)
     with webhook() as server, following(run, "alerts", ALERT_URL=server.url) as process:
         time.sleep(1.5)

@@ -44,7 +44,7 @@ def test_what_counts_of_repeated_steps_is_sent_once(tmp_path: Path) -> None:
     assert send(run, "csv") == (0, "") and cursor(run, "csv") == before
 
 
-def test_names_are_those_of_all_loggers_and_new_ones_are_new_columns(tmp_path: Path) -> None:
+def test_all_loggers_use_the_same_names_and_a_new_name_is_a_new_column(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     record = {"loss": 2.0, "learning_rate": 0.1, "seconds": {"total": 0.5}, "mfu": None}
     with EventWriter(run.events, 1) as events:
@@ -271,7 +271,7 @@ def test_a_full_disk_is_a_problem_like_any_other(tmp_path: Path) -> None:
     check(run)
 
 
-def test_a_logger_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_logger_that_is_not_there_is_reported(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     append(run, draw(6, 3))
     code, _ = send(run, "faulty")

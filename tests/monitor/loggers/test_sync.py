@@ -17,7 +17,7 @@ def rows(run: RunPaths) -> int:
     return len((run.root / "csv" / "train.csv").read_text().splitlines()) - 1
 
 
-def test_it_sends_what_was_not_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sync_sends_only_unsent_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = new_run(tmp_path)
     sync = ["runs", "sync", str(run.root)]
     assert command(sync) == 0
@@ -33,7 +33,9 @@ def test_it_sends_what_was_not_sent(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert rows(run) == 30
 
 
-def test_it_says_what_is_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sync_reports_why_it_cannot_send(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = new_run(tmp_path)
     append(run, draw(2, 3))
     assert command(["runs", "sync", str(run.root), "--to", "csw"]) == 4

@@ -108,7 +108,7 @@ def test_where_the_time_went(tmp_path: Path) -> None:
     assert found["parts"] == pytest.approx({"forward": 1.2, "backward": 1.5, "other": 0.3})
 
 
-def test_numbers_of_callbacks_are_those_of_the_last_attempt(tmp_path: Path) -> None:
+def test_numbers_of_callbacks_match_the_last_attempt(tmp_path: Path) -> None:
     def measured(number: int, value: float, attempt: int = 1) -> Event:
         values = {"norm": [value, 2 * value], "note": "text"}
         fields = {"step": number, "callback": "own", "name": "layers", "values": values}

@@ -153,7 +153,7 @@ def test_every_answer_has_strict_headers(folder: Client) -> None:
 @pytest.mark.parametrize(
     "sent", [b"\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\xff" * 70_000]
 )
-def test_what_is_no_request_ends_nothing(one: Client, sent: bytes) -> None:
+def test_a_malformed_request_does_not_stop_the_server(one: Client, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", one.port), timeout=20) as raw:
         raw.sendall(sent)
         raw.shutdown(socket.SHUT_WR)
@@ -193,7 +193,7 @@ def test_a_launcher_that_is_killed_is_seen(tmp_path: Path) -> None:
     ("words", "code", "said"),
     [(["--price", "inf"], 2, "inf is no price"), (["--host", "a..b"], 4, "it is no name")],
 )
-def test_what_cannot_be_served_is_said(
+def test_what_cannot_be_served_is_reported(
     words: list[str],
     code: int,
     said: str,

@@ -126,7 +126,7 @@ def _shown(page: Browser, chart: str = "loss") -> str:
     return page.script(f"return document.querySelector('#chart-{chart} [role=img]').ariaLabel")
 
 
-def test_every_curve_is_drawn_and_nothing_is_asked_for(page: Browser, file: Path) -> None:
+def test_every_curve_is_drawn_without_network_requests(page: Browser, file: Path) -> None:
     assert page.script("return trainctl !== undefined")
     for chart in CHARTS:
         pixels = _canvas(page, chart)
