@@ -55,14 +55,14 @@ def test_the_tests_that_it_writes_pass() -> None:
     assert done.returncode == 0, done.stdout
     assert f"{len(Kind)} passed" in done.stdout
     # A test that does not look at the code would pass with any.
-    for path in Path("options").glob("*/*.py"):
+    for path in [*Path("options").glob("*/*.py"), Path("my_model.py")]:
         path.write_text(path.read_text().replace("return", "raise ValueError; return"))
     Path("options/callbacks/my_callbacks.py").write_text("SPEC = 1\n")
     done = subprocess.run(command, capture_output=True, text=True)
     assert "passed" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("name", ["option", "optimizer", "torch", "a_b", "Spec", "data"])
+@pytest.mark.parametrize("name", ["option", "optimizer", "update", "a_b", "Spec", "data"])
 def test_no_name_hides_what_the_code_imports(name: str) -> None:
     for group in GROUPS.values():
         for path in write_part(group, name, Path()).files:
@@ -77,7 +77,7 @@ def test_no_name_hides_what_the_code_imports(name: str) -> None:
             assert not imported & defined
             classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
             camel = name.title().replace("_", "")
-            assert all(node.name.startswith(camel) for node in classes)
+            assert group == "model" or all(node.name.startswith(camel) for node in classes)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,14 @@ def test_a_name_that_cannot_be_used(name: str, message: str, hint: str) -> None:
         write_part("optimizer", name, Path())
     assert hint in raised.value.hint
     assert not list(Path().rglob("*"))
+
+
+def test_a_model_takes_no_name_that_hides_a_module() -> None:
+    for name in ("torch", "json", "tests"):
+        with pytest.raises(TrainctlError, match=f"a module of the name {name} is installed"):
+            write_part("model", name, Path())
+    command = write_part("model", "mine", Path("a folder")).commands[1]
+    assert command == "cd 'a folder' && trainctl launch recipe=tiny model=mine training.steps=20"
 
 
 def test_nothing_is_overwritten() -> None:

@@ -91,7 +91,7 @@ COMMANDS = {
     "new": (
         EXTEND,
         "new:new",
-        "Write an option of your own: a working example to change, its values and its test.",
+        "Write an option or model of your own: a working example to change, and its test.",
     ),
 }
 """Each command's panel in the listing, `module:name` in this package, and summary of its help."""

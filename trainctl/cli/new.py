@@ -24,6 +24,7 @@ class Kind(StrEnum):
     data = "data"
     launcher = "launcher"
     logger = "logger"
+    model = "model"
     objective = "objective"
     optimizer = "optimizer"
     schedule = "schedule"
@@ -40,7 +41,7 @@ def new(
         ),
     ] = Path(),
 ) -> None:
-    """Write an option of your own: a working example to change, its values and its test.
+    """Write an option or model of your own: a working example to change, and its test.
 
     Prints the commands that try it. Nothing that exists is overwritten.
 

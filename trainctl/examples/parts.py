@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import join
 
@@ -25,7 +26,7 @@ TRIAL = {
 
 @dataclass(frozen=True, slots=True)
 class NewPart:
-    """An option that was written."""
+    """An option, or a model, that was written."""
 
     files: tuple[Path, ...]
     commands: tuple[str, ...]
@@ -33,7 +34,7 @@ class NewPart:
 
 
 def write_part(group: str, name: str, folder: Path) -> NewPart:
-    """Write the example of a group as an option of the user's, with its test.
+    """Write the example of a group as an option (or a model) of the user's, with its test.
 
     Raises:
         TrainctlError: The name cannot be used, or a file is there already. Nothing is written.
@@ -41,7 +42,8 @@ def write_part(group: str, name: str, folder: Path) -> NewPart:
     _check_name(group, name)
     (test,) = (EXAMPLES / group).glob("test_*.py")
     example = test.stem.removeprefix("test_")
-    files = {folder / "options" / group / f"{name}.py": EXAMPLES / group / f"{example}.py"}
+    code = folder if group == "model" else folder / "options" / group
+    files = {code / f"{name}.py": EXAMPLES / group / f"{example}.py"}
     values = EXAMPLES / group / f"{example}.yaml"
     if values.exists():
         files[folder / "conf" / group / f"{name}.yaml"] = values
@@ -60,13 +62,13 @@ def write_part(group: str, name: str, folder: Path) -> NewPart:
         each.format(",".join(map(str, files)) if "paths" in each else name)
         for each in TRIAL.get(group, (f"{group}={{}}",))
     ]
-    launch = ["trainctl", "launch", "--trust-code", "--config-dir", str(folder), "recipe=tiny"]
+    # A model's function is searched in the folder of the launch, whose conf/ is found too.
+    trust = [] if group == "model" else ["--trust-code", "--config-dir", str(folder)]
+    enter = f"{join(['cd', str(folder)])} && " if group == "model" and folder != Path() else ""
+    launch = join(["trainctl", "launch", *trust, "recipe=tiny", *trial, "training.steps=20"])
     return NewPart(
         files=tuple(files),
-        commands=(
-            join(["python", "-m", "pytest", str(path)]),
-            join([*launch, *trial, "training.steps=20"]),
-        ),
+        commands=(join(["python", "-m", "pytest", str(path)]), enter + launch),
     )
 
 
@@ -88,10 +90,16 @@ def _check_name(group: str, name: str) -> None:
             f"{group}={name} is trainctl's own, and cannot be replaced",
             hint=f"choose another name: my_{name}",
         )
+    if group == "model" and (name == "tests" or find_spec(name) is not None):
+        raise TrainctlError(
+            f"a module of the name {name} is installed, and would be found in place of yours",
+            hint=f"choose another name: my_{name}",
+        )
 
 
 def _renamed(text: str, example: str, name: str) -> str:
     """Return an example's text with another name: in its spec, keys, tests and class names."""
-    text = re.sub(rf'(?m)(?<=["=]){example}\b|(?<=^kind: ){example}\b', name, text)
+    text = re.sub(rf'(?<=["=]){example}\b', name, text)
+    text = re.sub(rf"(?m)^(kind|name|factory): {example}\b", rf"\1: {name}", text)
     camel, own = (each.title().replace("_", "") for each in (example, name))
     return re.sub(rf"\b{camel}(?=Keys|Rule|Sink|Callback)", own, text)

@@ -98,6 +98,10 @@ class ModuleModel(PreTrainedModel):
         found = self.hidden_states(input_ids, position_ids, **further)
         return CausalLMOutput(logits=self.head(found) if self.returns_hidden_states else found)
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a part of the user's module, which may have the name of a method of this view."""
+        return self.module.get_submodule(target)
+
     @property
     def returns_hidden_states(self) -> bool:
         """Whether the module's `forward` ends before the logits."""
