@@ -90,7 +90,8 @@ def _check_name(group: str, name: str) -> None:
             f"{group}={name} is trainctl's own, and cannot be replaced",
             hint=f"choose another name: my_{name}",
         )
-    if group == "model" and (name == "tests" or find_spec(name) is not None):
+    installed = find_spec(name) if group == "model" else None
+    if installed is not None and installed.origin is not None:  # a mere folder hides no module
         raise TrainctlError(
             f"a module of the name {name} is installed, and would be found in place of yours",
             hint=f"choose another name: my_{name}",
