@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.train.session import assemble
 
@@ -19,7 +20,8 @@ def kept(cases: list[Any], process: Any) -> list[int]:
 def _of(case: Any, process: Any) -> int:
     session = assemble(case.plan, case.run, process)
     engine = session.engine
-    head = next(module for name, module in engine.module.named_modules() if "lm_head" in name)
+    model = next(each for each in engine.module.modules() if isinstance(each, PreTrainedModel))
+    head = model.get_output_embeddings()
     saved: dict[int, torch.UntypedStorage] = {}
     is_over = False
 

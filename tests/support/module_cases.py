@@ -22,7 +22,7 @@ def module_config(function: str = "full", **changes: Any) -> RunConfig:
     """
     arguments = changes.pop("arguments", {})
     config = tiny_config(**{"precision__compute": "fp32", "sequence_length": 16, **changes})
-    config.model = module_section(function, tuple(sorted(arguments.items())))
+    config.model = replace(module_section(function, tuple(sorted(arguments.items()))))
     return config
 
 

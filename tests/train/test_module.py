@@ -9,6 +9,7 @@ import pytest
 from module_cases import module_config
 from plain_torch import plain_torch
 from rank_processes import Case, curve, tiny_plan, train_cases, with_stop
+from test_census import counted, kept, predicted
 
 from trainctl.runs.layout import RunPaths
 
@@ -65,3 +66,30 @@ def test_resume_is_exact(tmp_path: Path, changes: dict[str, Any]) -> None:
     train_cases(2, [Case(plan, whole), Case(with_stop(plan, 2), parts)])
     train_cases(2, [Case(plan, parts, attempt=2)])
     assert len(curve(whole)) == STEPS and curve(parts) == curve(whole)
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_budget(tmp_path: Path) -> None:
+    """States of every ZeRO stage after a step, and what a forward pass saves, within 2 %."""
+    wide = {"width": 128, "depth": 4}
+    plans = {
+        f"ZeRO {stage}": tiny_plan(
+            module_config(
+                "full",
+                arguments=wide,
+                steps=2,
+                sequence_length=64,
+                zero_stage__stage=stage,
+                zero_stage__reduce_bucket_size=5_000,
+            ),
+            2,
+        )
+        for stage in range(4)
+    }
+    expected = {name: pytest.approx(predicted(of), rel=0.02) for name, of in plans.items()}
+    for rank in counted(2, plans, tmp_path / "states"):
+        assert rank == expected
+    saved = {name: pytest.approx(kept(of), rel=0.02) for name, of in list(plans.items())[::2]}
+    known = {name: plans[name] for name in saved}
+    for rank in counted(2, known, tmp_path / "saved", probe="kept_probe:kept"):
+        assert rank == saved

@@ -296,6 +296,11 @@ def _evaluate_tasks(
     from trainctl.train.models.model import TORCH_TYPES
     from trainctl.train.tasks import TaskRequest, evaluate_tasks, manager_of
 
+    if plan.config.model.is_module:
+        raise TrainctlError(
+            "--tasks asks models of transformers, and this one is a module of your own",
+            hint="without --tasks the held-out loss is evaluated",
+        )
     choose_device(arguments.device, 0)  # before the export, which may take long
     if spec_of(plan.config.tokenizer).published is None:
         why = spec_of(plan.config.tokenizer).why_not_published

@@ -58,6 +58,7 @@ def module_has_its_function(draft: Draft) -> Iterator[Problem]:
 @rule(
     "TC403",
     "data.mask_documents",
+    "callbacks",
     "kernels.cross_entropy",
     "kernels.mlp_tiles",
     situation="A module whose code has no `masks_documents`, with `data.mask_documents=true`",
@@ -91,6 +92,12 @@ def module_can_do_what_is_asked(draft: Draft) -> Iterator[Problem]:
             f"kernels.cross_entropy=chunked: {what} gives logits, and not its last hidden states",
             "kernels.cross_entropy=plain; or return hidden states, and give the module logits()",
             key="kernels.cross_entropy",
+        )
+    if "task_evaluation" in config.callbacks:
+        yield Problem(
+            f"callbacks=[task_evaluation]: lm-eval asks models of transformers, and not {what}",
+            "leave it out: the held-out loss is evaluated",
+            key="callbacks",
         )
     if config.kernels.mlp_tiles > 1:
         yield Problem(

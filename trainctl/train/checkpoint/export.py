@@ -38,6 +38,7 @@ from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import first_source, prompts_of
 from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
 from trainctl.train.models.model import fold_multipliers, skeleton, with_portable_attention
+from trainctl.train.models.module_export import NOT_LOADED, write_module_file
 from trainctl.train.models.weights import WeightSource
 
 SHARD_BYTES = 5 * 10**9
@@ -237,6 +238,9 @@ def write_all_but_weights(
     model: PreTrainedModel, config: RunConfig, dtype: torch.dtype, folder: Path
 ) -> list[str]:
     """Write the configuration, tokenizer and chat template of an export; return notes."""
+    if config.model.is_module:
+        write_module_file(config.model, dtype, folder)
+        return [NOT_LOADED, *_copy_tokenizer(config.tokenizer, folder)]
     _write_config(model, config, dtype, folder)
     return _copy_tokenizer(config.tokenizer, folder) + _write_chat(model, config, folder)
 
