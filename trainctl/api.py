@@ -271,9 +271,11 @@ def data_frame(rows: Any, **settings: Any) -> Any:
     try:
         import pandas
     except ImportError as missing:
+        from trainctl.config.extras import install_command
+
         raise TrainctlError(
             f"a data frame needs pandas, which cannot be imported ({missing})",
-            hint="pip install pandas",
+            hint=install_command("pandas"),
             exit_code=ExitCode.environment,
         ) from None
     return pandas.DataFrame(rows, **settings)
@@ -1011,9 +1013,11 @@ class Run:
         try:
             import pyarrow
         except ImportError as missing:
+            from trainctl.config.extras import install_command
+
             raise TrainctlError(
                 f"a table of arrow needs pyarrow, which cannot be imported ({missing})",
-                hint="pip install pyarrow",
+                hint=install_command("pyarrow"),
                 exit_code=ExitCode.environment,
             ) from None
         return pyarrow.table(columns)

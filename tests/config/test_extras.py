@@ -44,5 +44,6 @@ def test_the_modules_of_shipped_options_have_an_extra() -> None:
 def test_the_command_names_extras_only_if_they_have_everything() -> None:
     assert install_command("lm_eval", "pyarrow.parquet") == "pip install 'trainctl[data,eval]'"
     assert install_command("mlflow") == "pip install 'trainctl[mlflow]'"
+    assert install_command("pandas") == "pip install 'trainctl[notebook]'"
     assert install_command("mup") == "pip install mup"
     assert install_command("accelerate") == "pip install accelerate"  # of `test` only
