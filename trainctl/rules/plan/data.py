@@ -32,12 +32,12 @@ SHARD_TOKENS = 1 << 26
 """Copy of the constant in `trainctl.data.source_sampler`, which needs numpy to be imported."""
 
 
-TWO_SOURCES = (
+_TWO_SOURCES_START = (
     "'data.sources={code: {kind: stdlib, weight: 0.7}, prose: {kind: files, paths: [a.txt]"
 )
 """Start of an example with two sources."""
 
-TWO_SOURCES = f"{TWO_SOURCES}, weight: 0.3}}}}'"
+TWO_SOURCES = f"{_TWO_SOURCES_START}, weight: 0.3}}}}'"
 TEXT = {"a.txt": "Some prose.\n" * 2000}
 
 
@@ -46,7 +46,7 @@ TEXT = {"a.txt": "Some prose.\n" * 2000}
     "data.stages",
     "data.sources.*.*",
     "data.sources.*.weight",
-    example=f"recipe=tiny {TWO_SOURCES}, weight: 0.2}}}}'",
+    example=f"recipe=tiny {_TWO_SOURCES_START}, weight: 0.2}}}}'",
     files=TEXT,
 )
 def sources_have_their_share(draft: Draft) -> Iterator[Problem]:
