@@ -61,6 +61,15 @@ def mixed(*stages, **sources):
 
 
 # Rule, changes, hardware, part of the message, part of the hint.
+MODULE = {
+    "model__family": "module",
+    "model__factory": "mine:model",
+    "model__anatomy": [
+        "model documents-joined",
+        "model unsplit tensor Mine has no tensor_plan()",
+        *SMALL,
+    ],
+}
 ERRORS = [
     (
         "TC376",
@@ -840,6 +849,21 @@ ERRORS = [
         gpus(8),
         "parallelism.tensor=2 with the bloom architecture",
         "parallelism.tensor=1",
+    ),
+    (
+        "TC014",
+        {**MODULE, "parallelism__tensor": 2},
+        gpus(8),
+        "=2 with the model of model.factory=mine:model: Mine has no tensor_plan()",
+        "parallelism.tensor=1",
+    ),
+    ("TC402", {"model__family": "module"}, gpus(1), "needs model.factory", "model.factory=package"),
+    (
+        "TC403",
+        {**MODULE, "data__mask_documents": True},
+        gpus(1),
+        "the module of model.factory=mine:model does not say that its forward pass keeps documents",
+        "data.mask_documents=false",
     ),
     (
         "TC153",
