@@ -3,12 +3,9 @@
 The names of `__all__` are the public API (docs/python.md). They are imported when they are used, so
 that `import trainctl` costs nothing.
 """
+# Nothing is imported here: `python -m trainctl` takes the current folder off the path after this.
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from trainctl.api import (
         Checkpoint,
@@ -49,10 +46,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module("trainctl.api"), name)
+    from importlib import import_module
+
+    value: object = getattr(import_module("trainctl.api"), name)
     globals()[name] = value
     return value
 
