@@ -68,7 +68,7 @@ def write_part(group: str, name: str, folder: Path) -> NewPart:
     launch = join(["trainctl", "launch", *trust, "recipe=tiny", *trial, "training.steps=20"])
     return NewPart(
         files=tuple(files),
-        commands=(join(["python", "-m", "pytest", str(path)]), enter + launch),
+        commands=("python -m " + join(["pytest", str(path)]), enter + launch),
     )
 
 
