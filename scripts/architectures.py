@@ -42,8 +42,10 @@ def main() -> int:
     page with the table.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="architectures, by commas; the others keep their rows")
-    parser.add_argument("--check", action="store_true", help="whether the page has the table")
+    parser.add_argument("--only", help="comma-separated architectures; others keep their rows")
+    parser.add_argument(
+        "--check", action="store_true", help="check that the page has the table; write nothing"
+    )
     arguments = parser.parse_args()
     if not arguments.check:
         names = arguments.only.split(",") if arguments.only else list(ARCHITECTURES)

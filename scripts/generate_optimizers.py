@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
     )
     if "--check" in arguments:
         if old != new:
-            print("docs/optimizers.md is not up to date: make docs", file=sys.stderr)
+            print("docs/optimizers.md is out of date: run `make docs`", file=sys.stderr)
         return int(old != new)
     TARGET.write_text(new, encoding="utf-8")
     return 0

@@ -116,8 +116,12 @@ def _arguments() -> argparse.Namespace:
         default=list(NAMES),
         help=f"of {', '.join(NAMES)}; commas between",
     )
-    parser.add_argument("--minutes", type=float, default=25.0, help="none is begun later")
-    parser.add_argument("--again", action="store_true", help="also what is there already")
+    parser.add_argument(
+        "--minutes", type=float, default=25.0, help="no figure is started after this time"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="measure figures again that have results"
+    )
     parser.add_argument("--devices", type=int, help="devices to use; all of them by default")
     parser.add_argument("--out", type=Path, help="folder to write to")
     return parser.parse_args()

@@ -97,7 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)))
     parser.add_argument("--exponents", default=",".join(map(str, EXPONENTS)))
-    parser.add_argument("--fresh", action="store_true", help="forget the results there are")
+    parser.add_argument("--fresh", action="store_true", help="discard existing results")
     parser.add_argument("--output", type=Path, default=DOCS / "mup")
     arguments = parser.parse_args()
     table, chart = arguments.output.with_suffix(".csv"), arguments.output.with_suffix(".png")

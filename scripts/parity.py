@@ -102,8 +102,8 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", default=[], metavar="AXIS=A,B", help=", ".join(AXES)
     )
-    parser.add_argument("--fresh", action="store_true", help="forget the results there are")
-    parser.add_argument("--jobs", type=int, default=1, help="combinations at a time")
+    parser.add_argument("--fresh", action="store_true", help="discard existing results")
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent combinations")
     parser.add_argument("--output", type=Path, default=PAGE)
     arguments = parser.parse_args()
     chosen = {}

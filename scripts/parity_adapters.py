@@ -97,7 +97,7 @@ def _cell(difference: Difference | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", nargs="+", help="of what trains", default=[])
+    parser.add_argument("--only", nargs="+", help="cases to run, of those that train", default=[])
     arguments = parser.parse_args()
     steps = arguments.steps
     cases = [case for case in everything() if case.trained in (arguments.only or TRAINED)]

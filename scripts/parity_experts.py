@@ -44,7 +44,9 @@ def main() -> int:
     """Run the product; the exit code is 1 if a difference exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--output", type=Path, help="file with the two marks")
+    parser.add_argument(
+        "--output", type=Path, help="page whose text between the two markers is replaced"
+    )
     arguments = parser.parse_args()
     rows, wrong = [], 0
     for title, kind, forced in ROUTED:

@@ -32,7 +32,9 @@ Row = list[str]
 def main() -> int:
     """Run the product; the exit code is 1 if a difference exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="file with the two marks")
+    parser.add_argument(
+        "--output", type=Path, help="page whose text between the two markers is replaced"
+    )
     arguments = parser.parse_args()
     journeys = [
         way(processes, stages)

@@ -46,7 +46,7 @@ def main() -> None:
     """Measure, and print a line for each pair."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each turn")
     parser.add_argument("--loggers", default=f"tensorboard,csv,prometheus,{STUCK}")
     given = parser.parse_args()
     names = given.loggers.split(",")

@@ -53,7 +53,7 @@ def main() -> None:
     """Write the records, read them, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--keep", type=Path, help="write the run into this folder, and leave it")
+    parser.add_argument("--keep", type=Path, help="write the run into this folder and keep it")
     arguments = parser.parse_args()
     parent = arguments.keep or Path(tempfile.mkdtemp())
     try:

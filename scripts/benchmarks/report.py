@@ -229,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--tensorboard", action="store_true")
-    parser.add_argument("--folder", type=Path, help="where the run is kept, and looked for")
+    parser.add_argument("--folder", type=Path, help="folder of the run, reused if it exists")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)

@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--columns", type=int, default=40)
-    parser.add_argument("--folder", type=Path, help="for the files, instead of a temporary one")
+    parser.add_argument("--folder", type=Path, help="folder of the files; default: a temporary one")
     given = parser.parse_args()
     size = (given.steps, given.columns)
     pandas_, arrow_ = {"pandas": csv_pandas, "pyarrow": csv_pyarrow}, {"pyarrow": arrow_all}

@@ -238,6 +238,10 @@ def test_a_killed_launcher_is_reported_by_its_agent_and_frees_the_run(launches: 
     launch.wait_for_step()
     os.kill(launch.process.pid, signal.SIGKILL)
     launch.seconds_to_clean(time.monotonic())
+    # A dying process has no environment any more before it closes its files.
+    deadline = time.monotonic() + 5
+    while find_holder(launch.run) is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert find_holder(launch.run) is None
     status = launch.status()
     assert status.state is State.failed
