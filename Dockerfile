@@ -36,7 +36,8 @@ RUN --mount=type=cache,target=/root/.cache/pip pip install "$(ls dist/*.whl)[$EX
 # visible here, so its kind and architectures are named.
 ARG TORCH_CUDA_ARCH_LIST="8.0;9.0"
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=cache,target=/root/.cache/ccache \
-    CCACHE_DIR=/root/.cache/ccache CCACHE_BASEDIR=/tmp CCACHE_NOHASHDIR=1 DS_ACCELERATOR=cuda \
+    PATH=/usr/lib/ccache:$PATH CCACHE_DIR=/root/.cache/ccache CCACHE_BASEDIR=/tmp \
+    CCACHE_NOHASHDIR=1 DS_ACCELERATOR=cuda \
     DS_BUILD_AIO=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_CPU_LION=1 DS_BUILD_FUSED_ADAM=1 \
     DS_BUILD_FUSED_LAMB=1 DS_BUILD_FUSED_LION=1 DS_BUILD_QUANTIZER=1 \
     pip install --no-deps --no-build-isolation --no-cache-dir --force-reinstall \
