@@ -42,7 +42,7 @@ COMMANDS = {
         "watch:watch",
         "Serve the page of runs, live, from their files alone; the address is printed.",
     ),
-    "data": (TRAIN, "data:app", "Look at what a run is trained on."),
+    "data": (TRAIN, "data:app", "Show what a run is trained on."),
     "evaluate": (USE, "evaluate:evaluate", "Evaluate a checkpoint on held-out text, or on tasks."),
     "sample": (USE, "sample:sample", "Continue a text, or answer a message, by a checkpoint."),
     "export": (
@@ -81,8 +81,12 @@ COMMANDS = {
         "doctor:doctor",
         "Check whether this machine can run a configuration: packages, compilers, limits, devices.",
     ),
-    "config": (PLAN, "config:app", "Look at a configuration: its values, and why."),
-    "schedule": (PLAN, "schedule:app", "Look at the learning rate over the run."),
+    "config": (
+        PLAN,
+        "config:app",
+        "Show a configuration, the sources of its values, and its schema.",
+    ),
+    "schedule": (PLAN, "schedule:app", "Show the learning rate over the run."),
     "explain": (
         PLAN,
         "explain:explain",
