@@ -113,6 +113,23 @@ def test_a_whole_parameter_among_cut_ones_is_named_in_the_plan():
     assert why.startswith("every rank has mixers.1.up.scale whole, and uses it for its own")
 
 
+class Ranked(nn.Linear):
+    """A linear layer that orders its outputs."""
+
+    def forward(self, input):
+        return super().forward(input).sort().values
+
+
+class WithOrder(own_module.Full):
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.mixers[1].up = Ranked(sizes.width, 2 * sizes.width)
+
+
+def test_an_operation_on_all_channels_is_not_cut():
+    assert "sort works on (32,) in place of (64,)" in layouts(WithOrder)[1]["tensor"]
+
+
 class Shared(own_module.Full):
     """Two blocks with one matrix."""
 

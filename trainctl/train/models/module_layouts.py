@@ -51,6 +51,9 @@ REDUCING = {
 }
 """Operations on the whole of a dimension, which ranks do not have if it is cut."""
 
+DEFAULT_DIMS = {"split": 0, "split_with_sizes": 0, "slice": 0, "sort": -1, "topk": -1}
+"""Dimension of an operation that is not told any; others then work on all."""
+
 CONTRACTING = {"bmm", "baddbmm", "native_layer_norm", "_fused_rms_norm", "native_group_norm"}
 """Operations on the whole of the first argument's last dimension; so is attention."""
 
@@ -214,11 +217,10 @@ class _ReducedSizes(TorchDispatchMode):
         if name in CONTRACTING or "attention" in name:
             self.sizes.append((name, args[0].shape[-1]))
         elif name in REDUCING:
-            given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
-            dims = given.get("dim", (kwargs or {}).get("dim"))
-            if dims is None:
-                dims = range(args[0].dim()) if name not in ("split", "slice") else 0
-            dims = (dims,) if isinstance(dims, int) else dims
+            names = [each.name for each in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            dims = given.get("dim", given.get("dims", DEFAULT_DIMS.get(name)))
+            dims = (dims,) if isinstance(dims, int) else dims or range(args[0].dim())
             self.sizes.append((name, *(args[0].shape[each] for each in dims)))
         return func(*args, **(kwargs or {}))
 
