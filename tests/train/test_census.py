@@ -11,12 +11,12 @@ from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataType, OffloadDevice, PrecisionConfig
 from trainctl.memory.activations import tokens_per_rank
-from trainctl.memory.engine import read_engine
+from trainctl.memory.engine import EngineMemory, read_engine
 from trainctl.memory.host import host_budget
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.phases import resident_components
 from trainctl.memory.rank import Components, head_input_bytes, rank_memory
-from trainctl.memory.stages import pipeline_stages
+from trainctl.memory.stages import Stage, pipeline_stages
 from trainctl.options.adapter import BaseWeights
 from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -88,6 +88,11 @@ def kept(of: RunPlan) -> int:
     (stage,) = trained_stages(
         of.config, pipeline_stages(of.config.model), keeps_inputs=engine.keeps_inputs
     )
+    return kept_of_stage(of, engine, stage)
+
+
+def kept_of_stage(of: RunPlan, engine: EngineMemory, stage: Stage) -> int:
+    """Bytes of activations of the blocks, the last norm and the head of the only stage."""
     rank = rank_memory(of, engine, stage, Components())
     gradient = engine.weight_bytes * tokens_per_rank(of) * of.config.model.hidden_size
     return rank.activations.forward_end + head_input_bytes(rank) - gradient

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainctl.config.schema import ModelConfig
 from trainctl.config.schema.option import option
-from trainctl.options.model import Directory, llama
+from trainctl.options.model import LAYER_NORM, Directory, llama
 
 
 @dataclass
@@ -39,6 +39,7 @@ SPEC = replace(
     build="trainctl.train.models.module:adapt_module",
     is_module=True,
     directory=Directory(),
+    norm=LAYER_NORM,  # torch's norms save their input alone
     axes=(),
     has_mup=False,
     has_liger=False,

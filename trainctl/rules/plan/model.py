@@ -263,10 +263,12 @@ def first_weights_can_be_drawn(draft: Draft) -> Iterator[Problem]:
         return
     read = None if config.model.is_unread else anatomy(config.model)
     if read is not None and read.unsharded_init:
+        what = config.model.factory if config.model.is_module else config.model.model_type
+        own = ", or give the module initialize(name, tensor)" if config.model.is_module else ""
         yield Problem(
-            f"the code of {config.model.model_type} starts {read.unsharded_init} by what cannot be "
-            "done for a rank's part of it",
-            "model.initial_weights=DIR, a directory with weights",
+            f"the code of {what} starts {read.unsharded_init} by what cannot be done for a rank's "
+            "part of it",
+            f"model.initial_weights=DIR, a directory with weights{own}",
         )
 
 
