@@ -21,6 +21,7 @@ from trainctl.cli.arguments import (
 )
 from trainctl.cli.console import Meter, print_data, print_json, print_table, print_warning
 from trainctl.errors import TrainctlError
+from trainctl.launchers.offline import require_harness
 from trainctl.runs.records import number
 
 _COUNTS = ("samples", "shots")
@@ -111,6 +112,8 @@ def evaluate(
     wrong = [name for name, value in of_tasks.items() if tasks is None and value is not None]
     if wrong:
         raise TrainctlError(f"{wrong[0]} is of tasks", hint="name them: --tasks A,B")
+    if tasks is not None:
+        require_harness()
     chosen = open_run_or_newest(run).checkpoint(step, best=best, warn=print_warning)
     with Meter() as meter:
         if tasks is None:
