@@ -16,7 +16,9 @@ author = "The trainctl developers"
 project_copyright = author
 release = version = __version__
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+autodoc_member_order = "bysource"
+python_use_unqualified_type_names = True
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 """Depth to which headings can be linked to, by the names that GitHub gives them."""

@@ -38,14 +38,24 @@ if TYPE_CHECKING:
     from trainctl.tuning.value_explanation import Explanation
 
 __all__ = [
+    "ChangedKey",
+    "Changes",
     "Checkpoint",
+    "DeviceMemory",
+    "DiskSpace",
     "Finding",
+    "Memory",
+    "NodeMemory",
     "Plan",
+    "RankedPlan",
     "Run",
     "SearchResult",
     "TrainctlError",
     "add_tokens",
+    "check_deepspeed",
+    "check_machine",
     "launch",
+    "list_recipes",
     "list_runs",
     "load",
     "plan",
@@ -93,7 +103,7 @@ def plan(
     from trainctl.launchers import planning
 
     target, rest = split_target(_with_hardware(overrides, hardware))
-    composed = planning.compose_target(target, rest, _folder(config_dir), attempt=attempt)
+    composed = planning.compose_target(target, rest, _config_dir(config_dir), attempt=attempt)
     settings = {"files": files, "exact": exact, "calibrated": calibrated}
     planned = planning.plan_config(composed, with_files=files, exact=exact, calibrated=calibrated)
     if planned.assessment.plan is None or planned.unforceable_errors:
@@ -106,11 +116,17 @@ def _with_hardware(overrides: Sequence[str], hardware: str | None) -> tuple[str,
     return (*overrides, *([f"hardware={hardware}"] if hardware is not None else []))
 
 
-def _folder(place: Place | None) -> Path | None:
-    return None if place is None else Path(place)
+def _config_dir(place: Place | None) -> Path | None:
+    """Return a folder of the user's, whose options are registered."""
+    if place is None:
+        return None
+    from trainctl.config.registry import register_options
+
+    register_options(Path(place), is_trusted=False)
+    return Path(place)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """A checked configuration with its memory budget; made by `plan`, never changed."""
 
@@ -369,7 +385,7 @@ class DiskSpace:
     """Size of all weights-only checkpoints that are kept at once."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Memory:
     """Memory budget of a plan, in bytes."""
 
@@ -464,7 +480,7 @@ def search(
     from trainctl.launchers import plan_search
 
     target, rest = split_target(_with_hardware(overrides, hardware))
-    composed = plan_search.compose_search(target, rest, _folder(config_dir))
+    composed = plan_search.compose_search(target, rest, _config_dir(config_dir))
     composed, found = plan_search.search_plans(composed, top=top)
     return SearchResult(composed, found, config_dir)
 
@@ -539,7 +555,7 @@ class SearchResult(Sequence["RankedPlan"]):
         return f"<pre>{escape(repr(self))}</pre>{chart}"
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RankedPlan:
     """One of the plans that a search found."""
 
@@ -590,7 +606,7 @@ class RankedPlan:
         from trainctl.tuning.recipes import write_plan_recipe
 
         result = self._result
-        folder = _folder(result._config_dir)
+        folder = _config_dir(result._config_dir)
         write_plan_recipe(Path(path), result._composed, self.details, result.details, folder)
 
     def to_dict(self) -> dict[str, Any]:
@@ -628,8 +644,8 @@ def check_deepspeed(
     from trainctl.launchers.planning import check_deepspeed_file
 
     described = _with_hardware(overrides, hardware)
-    folder = _folder(model)
-    return check_deepspeed_file(Path(file), described, world_size=world_size, model=folder)
+    directory = None if model is None else Path(model)
+    return check_deepspeed_file(Path(file), described, world_size=world_size, model=directory)
 
 
 def check_machine(
@@ -650,7 +666,7 @@ def check_machine(
     from trainctl.launchers.planning import compose_target
 
     target, rest = split_target(_with_hardware(overrides, hardware))
-    return examine(compose_target(target, rest, _folder(config_dir)))
+    return examine(compose_target(target, rest, _config_dir(config_dir)))
 
 
 def list_recipes(config_dir: Place | None = None) -> list[dict[str, Any]]:
@@ -660,7 +676,7 @@ def list_recipes(config_dir: Place | None = None) -> list[dict[str, Any]]:
     """
     from trainctl.launchers.machine_report import recipe_verdicts
 
-    return recipe_verdicts(_folder(config_dir))
+    return recipe_verdicts(_config_dir(config_dir))
 
 
 # Runs
@@ -723,7 +739,7 @@ def launch(
     composed = with_script_arguments(_composed(overrides, config_dir), script_arguments)
     paths = start.start_run(
         composed,
-        run_dir=_folder(run_dir),
+        run_dir=None if run_dir is None else Path(run_dir),
         resume=resume,
         argv=["trainctl.launch", *composed.overrides] if argv is None else argv,
         force=force,
@@ -748,7 +764,7 @@ def _composed(overrides: Sequence[Plan | str], config_dir: Place | None) -> Comp
             )
         return first.details.composed
     target, words = split_target([str(word) for word in overrides])
-    return planning.compose_target(target, words, _folder(config_dir))
+    return planning.compose_target(target, words, _config_dir(config_dir))
 
 
 def resume(
@@ -790,7 +806,7 @@ def resume(
     from trainctl.launchers import start
 
     began = time.time()
-    folder = _folder(config_dir)
+    folder = _config_dir(config_dir)
     run = run if isinstance(run, Run) else Run(run)
     start.resume_run(
         run.paths,
@@ -912,6 +928,7 @@ class Run:
 
     @property
     def path(self) -> Path:
+        """Its directory."""
         return self.paths.root
 
     @property

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.cli.arguments import TRUST_VARIABLE, environment_trusts_code
 from trainctl.config import registry
 from trainctl.config.overrides import expand_sweep
 from trainctl.config.registry import (
     FOLDER_VARIABLE,
+    TRUST_VARIABLE,
+    environment_trusts_code,
     list_kinds,
     load_spec,
     option_files,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +10,7 @@ import typer
 
 from trainctl import api
 from trainctl.cli.complete import complete_overrides, complete_target
-from trainctl.config.registry import option_files, trust_folder, trusted_folder
-from trainctl.errors import TrainctlError
-
-TRUST_VARIABLE = "TRAINCTL_TRUST_CODE"
+from trainctl.config.registry import register_options
 
 
 def register_config_dir(ctx: typer.Context, value: Path | None) -> Path | None:
@@ -24,35 +20,9 @@ def register_config_dir(ctx: typer.Context, value: Path | None) -> Path | None:
         TrainctlError: The folder has Python options, and neither `--trust-code` nor the environment
             allows them.
     """
-    if value is None:
-        return None
-    folder = value.expanduser().absolute() / "options"
-    code = option_files(folder)
-    if not code or folder == trusted_folder():
-        return value
-    if not (ctx.find_root().params["trust_code"] or environment_trusts_code()):
-        raise TrainctlError(
-            f"{code[0]} is code, which runs wherever its option is read",
-            hint="`--trust-code` runs it; or choose another folder",
-        )
-    trust_folder(folder)
+    if value is not None:
+        register_options(value, is_trusted=ctx.find_root().params["trust_code"])
     return value
-
-
-def environment_trusts_code() -> bool:
-    """Return True if `TRAINCTL_TRUST_CODE` stands for `--trust-code` in every command.
-
-    Raises:
-        TrainctlError: Its value is neither a yes nor a no.
-    """
-    value = os.environ.get(TRUST_VARIABLE, "")
-    if value.lower() not in ("", "0", "1", "false", "true"):
-        raise TrainctlError(
-            f"the environment variable {TRUST_VARIABLE}={value} is neither 1 nor 0",
-            hint=f"unset {TRUST_VARIABLE}, or set it to 1 where every folder of --config-dir may "
-            "run code",
-        )
-    return value.lower() in ("1", "true")
 
 
 Overrides = Annotated[

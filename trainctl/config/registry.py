@@ -35,6 +35,8 @@ ENTRY_POINTS = "trainctl.options"
 FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
 """Environment variable with a folder of `GROUP/NAME.py`; trainctl runs the code there."""
 
+TRUST_VARIABLE = "TRAINCTL_TRUST_CODE"
+
 WITHOUT_A_SECTION = ("callbacks", "filter", "logger")
 """Groups whose options are not kinds of a section. A run may use several, given as a list of names;
 an option with keys has its own section.
@@ -94,6 +96,46 @@ def list_kinds(group: str) -> tuple[str, ...]:
 def list_shipped(group: str) -> tuple[str, ...]:
     """Return the names of a group's shipped options, which no other option can take."""
     return tuple(path.stem for path in (SHIPPED / group).glob("[!_]*.py"))
+
+
+def register_options(config_dir: Path, *, is_trusted: bool) -> None:
+    """Take the options of a folder of the user's, in this process and its child processes.
+
+    Call this before anything asks for options: their names are cached.
+
+    Args:
+        is_trusted: Whether the user lets its code run; `TRAINCTL_TRUST_CODE=1` does so too.
+
+    Raises:
+        TrainctlError: The folder has Python options, and nothing allows them.
+    """
+    folder = config_dir.expanduser().absolute() / "options"
+    code = option_files(folder)
+    if not code or folder == trusted_folder():
+        return
+    if not (is_trusted or environment_trusts_code()):
+        raise TrainctlError(
+            f"{code[0]} is code, which runs wherever its option is read",
+            hint=f"`--trust-code` runs it, and so does {TRUST_VARIABLE}=1 in the environment; or "
+            "choose another folder",
+        )
+    trust_folder(folder)
+
+
+def environment_trusts_code() -> bool:
+    """Return True if `TRAINCTL_TRUST_CODE` stands for `--trust-code` in every command.
+
+    Raises:
+        TrainctlError: Its value is neither a yes nor a no.
+    """
+    value = os.environ.get(TRUST_VARIABLE, "")
+    if value.lower() not in ("", "0", "1", "false", "true"):
+        raise TrainctlError(
+            f"the environment variable {TRUST_VARIABLE}={value} is neither 1 nor 0",
+            hint=f"unset {TRUST_VARIABLE}, or set it to 1 where every folder of --config-dir may "
+            "run code",
+        )
+    return value.lower() in ("1", "true")
 
 
 def trust_folder(folder: Path) -> None:
