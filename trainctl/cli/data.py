@@ -19,17 +19,15 @@ from trainctl.cli.console import (
     show_findings,
     to_printable,
 )
-from trainctl.config.compose import ComposedConfig
 from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target
-from trainctl.launchers.text_preparation import check_text_settings, corpora_before_run
+from trainctl.launchers.text_preparation import check_text_settings
+from trainctl.launchers.trained_text import find_in_run, planned_samples, samples_of_run
 from trainctl.plans.mixture import SINGLE_SOURCE
-from trainctl.runs.attempts import effective_attempt, find_attempt
-from trainctl.runs.directory import open_run, read_plan
-from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import iter_events, steps_from_end
+from trainctl.runs.attempts import find_attempt
+from trainctl.runs.directory import open_run
 
 if TYPE_CHECKING:
     from trainctl.data.dropped_documents import DroppedDocument
@@ -60,28 +58,17 @@ def find(
 
     Example: trainctl data find runs/NAME "the quick brown fox"
     """
-    from trainctl.data.prepare import load_run_corpora
-    from trainctl.data.text_search import find_text, take_first
-    from trainctl.data.tokenizer import load_tokenizer
-
     if not text:
         raise TrainctlError("there is nothing to look for", hint="trainctl data find RUN TEXT")
     paths = open_run(run)
-    plan = read_plan(paths.attempt(effective_attempt(paths).number).plan)
-    corpora = load_run_corpora(plan, paths)
-    tokenizer = load_tokenizer(plan.config.tokenizer)
-    events = iter_events(paths.events, "step")
     with Meter() as meter:
-        every = find_text(
-            plan,
-            corpora,
-            tokenizer,
+        found, has_more = find_in_run(
+            paths,
             text,
-            events,
             ignore_case=ignore_case,
+            most=most,
             progress=lambda done, total: meter("looking through the tokens", done, total),
         )
-        found, has_more = take_first(every, most)
     if as_json:
         documents = [asdict(each) for each in found]
         print_json(
@@ -168,50 +155,17 @@ def show(
         )
     found_run = find_attempt(Path(name)) if name is not None and not overrides else None
     if found_run is not None:
-        found = _samples_of_run(*found_run, samples, step, characters)
+        found = samples_of_run(*found_run, samples=samples, step=step, characters=characters)
     else:
         composed = compose_target(name, overrides, config_dir)
-        found = _planned_samples(composed, samples, step, characters)
+        show_findings(check_text_settings(composed))
+        found = planned_samples(composed, samples=samples, step=step, characters=characters)
     if as_json:
         root = str(found_run[0].root) if found_run is not None else None
         print_json({"schema": 1, "run": root, "samples": [asdict(sample) for sample in found]})
         return
     for sample in found:
         _show_sample(sample)
-
-
-def _samples_of_run(
-    run: RunPaths, attempt: int | None, samples: str | None, step: int | None, characters: int
-) -> list[Sample]:
-    """Read samples of a run by their counters, or those that a step has drawn."""
-    from trainctl.data.prepare import load_run_corpora
-    from trainctl.data.sample_contents import counters_of_step, parse_counters, read_samples
-    from trainctl.data.tokenizer import load_tokenizer
-
-    plan = read_plan(run.attempt(attempt or effective_attempt(run).number).plan)
-    if step is None:
-        counters = parse_counters(samples or "")
-    else:
-        counters = counters_of_step(steps_from_end(run.events, [step]).values(), step)
-    corpora = load_run_corpora(plan, run)
-    tokenizer = load_tokenizer(plan.config.tokenizer)
-    return read_samples(plan, corpora, tokenizer, counters, most_characters=characters)
-
-
-def _planned_samples(
-    composed: ComposedConfig, samples: str | None, step: int | None, characters: int
-) -> list[Sample]:
-    """Read samples that a run of the configuration would draw."""
-    from trainctl.data.sample_contents import parse_counters, planned_counters, read_samples
-    from trainctl.data.tokenizer import load_tokenizer
-
-    counters = parse_counters(samples) if samples is not None else []
-    show_findings(check_text_settings(composed))
-    plan, corpora = corpora_before_run(composed)
-    if step is not None:
-        counters = planned_counters(plan, step)
-    tokenizer = load_tokenizer(plan.config.tokenizer)
-    return read_samples(plan, corpora, tokenizer, counters, most_characters=characters)
 
 
 def _show_sample(sample: Sample) -> None:
