@@ -116,6 +116,10 @@ def _with_hardware(overrides: Sequence[str], hardware: str | None) -> tuple[str,
     return (*overrides, *([f"hardware={hardware}"] if hardware is not None else []))
 
 
+def _folder(place: Place | None) -> Path | None:
+    return None if place is None else Path(place)
+
+
 def _config_dir(place: Place | None) -> Path | None:
     """Return a folder of the user's, whose options are registered."""
     if place is None:
@@ -644,8 +648,7 @@ def check_deepspeed(
     from trainctl.launchers.planning import check_deepspeed_file
 
     described = _with_hardware(overrides, hardware)
-    directory = None if model is None else Path(model)
-    return check_deepspeed_file(Path(file), described, world_size=world_size, model=directory)
+    return check_deepspeed_file(Path(file), described, world_size=world_size, model=_folder(model))
 
 
 def check_machine(
@@ -739,7 +742,7 @@ def launch(
     composed = with_script_arguments(_composed(overrides, config_dir), script_arguments)
     paths = start.start_run(
         composed,
-        run_dir=None if run_dir is None else Path(run_dir),
+        run_dir=_folder(run_dir),
         resume=resume,
         argv=["trainctl.launch", *composed.overrides] if argv is None else argv,
         force=force,
@@ -873,7 +876,7 @@ def sweep(
         sweep_dir=_folder(sweep_dir),
         parallel=parallel,
         force=force,
-        config_dir=_folder(config_dir),
+        config_dir=_config_dir(config_dir),
         argv=recorded,
         observer=watching,
     )
