@@ -137,7 +137,6 @@ def show(
 
     Of conversations it is what the model sees, special tokens among it, with what is learnt in
     colour, or else between [[ and ]].
-
     Or what was left out of a corpus that is prepared, and what stays in its place.
 
     Examples: trainctl data show runs/NAME --samples 96-103; trainctl data show runs/NAME --step 40;
