@@ -924,19 +924,6 @@ ERRORS = [
         "the code of theirs starts model.layers.0.mixer.A_log",
         "model.initial_weights=DIR",
     ),
-    ("TC402", {"model__family": "module"}, gpus(1), "needs model.factory", "package:function"),
-    (
-        "TC403",
-        {
-            "model__family": "module",
-            "model__factory": "mine:model",
-            "model__anatomy": ["model documents-joined", *SMALL],
-            "data__mask_documents": True,
-        },
-        gpus(1),
-        "the module of model.factory=mine:model does not say",
-        "masks_documents = True",
-    ),
     (
         "TC144",
         {"model__weights": "random", "model__initial_weights": "w"},
