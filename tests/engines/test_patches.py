@@ -196,7 +196,7 @@ def test_a_trace_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(declared, "check_needed_definitions", differences)
     monkeypatch.setattr("logging.disable", lambda level: None)
     asked = {"question": "trace", "config": to_plain(config), "folder": str(tmp_path)}
-    error = _answer_request(asked)["error"]
+    (error,) = _answer_request(asked)["errors"]
     assert (error["message"], error["hint"]) == ("it", "that")
     assert error["exit_code"] == ExitCode.environment
     assert looked == [{ProcessKind.trace}]
