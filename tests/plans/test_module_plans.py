@@ -74,7 +74,7 @@ def findings(config: RunConfig) -> dict[str, str]:
     ("changes", "rule", "words"),
     [
         ({"parallelism__sequence": 2}, "TC014", "needs whole sequences"),
-        ({"kernels__cross_entropy": "chunked"}, "TC403", "gives logits"),
+        ({"kernels__cross_entropy": "chunked"}, "TC403", "from all its logits"),
         ({"kernels__mlp_tiles": 2}, "TC403", "treat each token by itself"),
         ({"kernels__liger": True}, "TC085", "the model is module"),
         ({"parallelism__expert": 2}, "TC009", "has no experts"),

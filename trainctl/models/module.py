@@ -43,7 +43,7 @@ class ModuleProtocol(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of last hidden states, token by token.
 
-        Only if `forward` returns hidden states; `kernels.cross_entropy=chunked` needs it.
+        Only if `forward` returns last hidden states.
         """
 
     def blocks(self) -> Sequence[nn.Module]:

@@ -87,10 +87,10 @@ def module_can_do_what_is_asked(draft: Draft) -> Iterator[Problem]:
             "masks_documents = True in the module's class",
         )
     kind = config.kernels.cross_entropy
-    if kind is CrossEntropyKind.chunked and not read.has_hidden_states:
+    if kind is CrossEntropyKind.chunked:
         yield Problem(
-            f"kernels.cross_entropy=chunked: {what} gives logits, and not its last hidden states",
-            "kernels.cross_entropy=plain; or return hidden states, and give the module logits()",
+            f"kernels.cross_entropy=chunked: the loss of {what} is computed from all its logits",
+            "kernels.cross_entropy=plain",
             key="kernels.cross_entropy",
         )
     if "task_evaluation" in config.callbacks:
