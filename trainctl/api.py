@@ -1377,39 +1377,56 @@ def load(
     dtype: str | None = None,
     device: str = "cpu",
 ) -> tuple[Any, Any]:
-    """Return the model of a checkpoint, as transformers loads its export, and its tokenizer.
+    """Return the model of a checkpoint or an export, and its tokenizer.
 
-    An adapter is merged into its base. The weights pass through a temporary folder (TMPDIR).
+    The model is what transformers loads from the export, or the user's own module with its weights
+    (`model=module`), whose function is then imported here. An adapter is merged into its base. A
+    checkpoint's weights pass through a temporary folder (TMPDIR).
 
     Args:
-        run: A run (its newest intact checkpoint), its directory, or a checkpoint.
+        run: A run (its newest intact checkpoint), its directory, a checkpoint, or a directory that
+            was exported.
         step: Step of the run's checkpoint.
         best: The run's checkpoint with the lowest held-out loss.
         weights: `raw`, or `ema` for their moving average.
-        dtype: `fp32`, `bf16` or `fp16`; None is the format that the run trains in.
+        dtype: `fp32`, `bf16` or `fp16`; None is the format that the run trains in, or the export's.
         device: Device to load onto, as torch names it.
 
     Returns:
         The model, in evaluation mode; and a tokenizer of transformers, or trainctl's own (with
-        `encode` and `decode`) where the run's has no published files, as bytes have none.
+        `encode` and `decode`) where the run's has no published files, as bytes have none. None for
+        an export without tokenizer files.
 
     Raises:
         TrainctlError: There is no such checkpoint, or it is damaged (exit code 5).
     """
     from tempfile import TemporaryDirectory
 
-    from trainctl.train.checkpoint.loading import load_export
+    from trainctl.train.checkpoint.loading import load_export, load_run_export
 
+    if isinstance(run, str | PathLike) and _is_export(Path(run)):
+        if step is not None or best or weights != "raw":
+            raise TrainctlError(
+                f"{run} is an export, which has one set of weights",
+                hint="leave out step, best and weights, or name the run",
+            )
+        model, tokenizer = load_export(Path(run), dtype)
+        return model.to(device), tokenizer
     if isinstance(run, Checkpoint):
         checkpoint = run
     else:
         checkpoint = (run if isinstance(run, Run) else Run(run)).checkpoint(step, best=best)
     with TemporaryDirectory(prefix="trainctl-") as folder:
         exported = checkpoint.export(Path(folder) / "model", dtype=dtype, weights=weights)
-        model, tokenizer = load_export(
+        model, tokenizer = load_run_export(
             checkpoint.run.paths, Path(exported["out"]), exported["dtype"]
         )
     return model.to(device), tokenizer
+
+
+def _is_export(folder: Path) -> bool:
+    """Return True if a directory is an export: of a model of transformers, or of a module."""
+    return any((folder / name).is_file() for name in ("config.json", "module.json"))
 
 
 def report(

@@ -13,6 +13,7 @@ from own_module import Bare, Full, Sizes
 from rank_processes import tiny_plan
 from torch import nn
 
+import trainctl as tc
 from trainctl.config.registry import new_section
 from trainctl.models.anatomy import parse_anatomy
 from trainctl.plans.flops import flops_per_token
@@ -24,7 +25,7 @@ from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.loaded import load
 from trainctl.train.models.model import blocks, materialise, skeleton
 from trainctl.train.models.module import ModuleModel
-from trainctl.train.models.module_export import NOT_LOADED, load_module
+from trainctl.train.models.module_export import NOT_LOADED
 from trainctl.train.models.weights import NonShardableInit, SeedWeights
 
 
@@ -35,7 +36,7 @@ def test_the_plan_counts_the_module_s_own(function: str) -> None:
     assert config.model.vocab_size == 264 and config.model.hidden_size == 32
     assert parse_anatomy(config.model.anatomy).to_table() == config.model.anatomy
     _, others = parameter_groups(config)
-    assert "logit_bias" in others.parameters and "tokens.weight" in others.parameters
+    assert "unembed.bias" in others.parameters and "tokens.weight" in others.parameters
     assert ("unembed.weight" in others.parameters) == (function == "full")
     # Counted by torch for one, said by the module for the other.
     for length in (7, 100, 4096):
@@ -99,7 +100,8 @@ def test_an_export_is_loaded_with_the_same_logits(tmp_path: Path) -> None:
     assert NOT_LOADED in written.notes and "config.json" not in written.files
     content = json.loads((tmp_path / "out" / "module.json").read_text())
     assert content["factory"] == "own_module:full" and content["arguments"]["depth"] == 2
-    theirs = load_module(tmp_path / "out")
+    theirs, tokenizer = tc.load(tmp_path / "out")
+    assert tokenizer is None, "bytes have no files"
     assert type(theirs) is Full and theirs.sizes == Sizes(depth=2)
     ours = load(plan, checkpoint, "cpu", lambda *_: None)
     assert isinstance(ours.model, ModuleModel)

@@ -159,8 +159,6 @@ class Anatomy:
     """Whether its code keeps packed documents apart."""
     unsplit: tuple[tuple[str, str], ...] = ()
     """Axes of parallelism that cannot split a module of the user's by its own plans, with why."""
-    has_hidden_states: bool = True
-    """Whether its last hidden states are known apart from its logits."""
 
     @cached_property
     def total(self) -> int:
@@ -307,7 +305,7 @@ _TRAITS = {
     "routers-apart": "has_unknown_routers",
 }
 """Words in the table that describe the whole model, each with the field of `Anatomy` it sets."""
-_LACKS = {"documents-joined": "masks_documents", "logits-only": "has_hidden_states"}
+_LACKS = {"documents-joined": "masks_documents"}
 """Words for what a module of the user's lacks, each with the field that is then False."""
 _ATTENTION = re.compile(r"(\d+)x(\d+)x(\d+)(?:@(\d+))?")
 

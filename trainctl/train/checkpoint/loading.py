@@ -1,4 +1,4 @@
-"""Models of exported checkpoints, in this process: the trainer's side of `trainctl.load`."""
+"""Models of exports, in this process: the trainer's side of `trainctl.load`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from trainctl.config.schema import RunConfig
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.data.user_functions import make_importable
 from trainctl.options.tokenizer import spec_of
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import read_record
 from trainctl.runs.layout import RunPaths
+from trainctl.train.models.module_export import is_module_export, load_module
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def load_export(run: RunPaths, folder: Path, dtype: str) -> tuple[Any, Any]:
+def load_run_export(run: RunPaths, folder: Path, dtype: str) -> tuple[Any, Any]:
     """Return the model in an export of the run's weights, on the CPU, and the run's tokenizer.
 
     Args:
@@ -30,26 +30,43 @@ def load_export(run: RunPaths, folder: Path, dtype: str) -> tuple[Any, Any]:
         dtype: Number format of its weights.
     """
     config = config_of(run)
-    trusted = {"trust_remote_code": True} if config.model.trust_remote_code else {}
-    with _quiet():
-        model = _class(run, config, TYPES[dtype]).from_pretrained(
-            folder, dtype=TYPES[dtype], **trusted
-        )
+    trusts_code = config.model.trust_remote_code
+    kind: Any = AutoModelForCausalLM
+    if config.model.factory is not None:
+        make_importable(Path(str(read_record(run)["folder"])))  # as on the ranks
+        if not is_module_export(folder):
+            from trainctl.train.models.model import factory_model  # slow: brings the quantizers
+
+            kind = type(factory_model(config.model, TYPES[dtype]))
+    model = _load_model(folder, TYPES[dtype], kind, trusts_code=trusts_code)
     if spec_of(config.tokenizer).published is None:
         return model, load_tokenizer(config.tokenizer)
-    return model, AutoTokenizer.from_pretrained(folder, **trusted)
+    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_code)
 
 
-def _class(run: RunPaths, config: RunConfig, dtype: torch.dtype) -> Any:
-    """Return the class that reads the export: the user's own of `model.factory`, or any causal LM
-    of transformers.
+def load_export(folder: Path, dtype: str | None) -> tuple[Any, Any]:
+    """Return the model of an exported directory, on the CPU, and its tokenizer: None if the
+    directory has none.
+
+    Args:
+        dtype: Number format of the weights; None is the export's own.
     """
-    if config.model.factory is None:
-        return AutoModelForCausalLM
-    from trainctl.train.models.model import factory_model  # slow: brings the quantizers
+    model = _load_model(folder, None if dtype is None else TYPES[dtype], AutoModelForCausalLM)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return model, AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
 
-    make_importable(Path(str(read_record(run)["folder"])))  # as on the ranks
-    return type(factory_model(config.model, dtype))
+
+def _load_model(
+    folder: Path, dtype: torch.dtype | None, kind: Any, *, trusts_code: bool = False
+) -> Any:
+    """Return the model of an export in evaluation mode, read by a class of transformers if the
+    directory has a config.json.
+    """
+    if is_module_export(folder):
+        return load_module(folder, dtype=dtype)
+    settings = {"trust_remote_code": True} if trusts_code else {}
+    with _quiet():
+        return kind.from_pretrained(folder, dtype=dtype or "auto", **settings)
 
 
 @contextmanager

@@ -131,7 +131,6 @@ def _module_anatomy(built: ModuleModel, model: ModelConfig) -> Anatomy:
         ),
         flops=_own_flops(built),
         masks_documents=built.masks_documents,
-        has_hidden_states=built.returns_hidden_states,
         unsplit=tuple(unsplit.items()),
         unsharded_init="",
     )

@@ -11,7 +11,6 @@ from torch import nn
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import ModelConfig
-from trainctl.data.user_functions import make_importable
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.files import write_json
 from trainctl.train.models.model import materialise, skeleton
@@ -48,8 +47,8 @@ def load_module(
 ) -> nn.Module:
     """Return the module of an export, in evaluation mode.
 
-    The function is imported from the current folder, PYTHONPATH or what is installed, and runs
-    here: load exports that you trust.
+    The function is imported as any module of this process is, and runs here: load exports that you
+    trust.
 
     Args:
         dtype: Type of the weights; None is the export's own.
@@ -66,7 +65,6 @@ def load_module(
         raise TrainctlError(
             f"{folder} is no export of a module: {FILE}: {error}", exit_code=ExitCode.run_state
         ) from None
-    make_importable(Path.cwd())
     model = new_section("model", "module", factory=factory, arguments=arguments)
     view = skeleton(model, kept if dtype is None else dtype)
     materialise(view, SafetensorsWeights(folder, view), torch.device(device))
