@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         search,
         sweep,
     )
-    from trainctl.errors import Finding, TrainctlError
+    from trainctl.errors import Finding, RunFailed, TrainctlError
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "Finding",
     "Plan",
     "Run",
+    "RunFailed",
     "SearchResult",
     "TrainctlError",
     "__version__",

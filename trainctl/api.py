@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.errors import ExitCode, Finding, RunFailed, TrainctlError
 
 if TYPE_CHECKING:
     import pandas
@@ -49,6 +49,7 @@ __all__ = [
     "Plan",
     "RankedPlan",
     "Run",
+    "RunFailed",
     "SearchResult",
     "TrainctlError",
     "add_tokens",

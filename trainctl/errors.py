@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
+from pathlib import Path
 from typing import Any
 
 
@@ -132,3 +133,32 @@ class TrainctlError(Exception):
         count = f"{len(errors)} problem" + ("s" if len(errors) != 1 else "")
         exit_code = errors[0].exit_code if errors else ExitCode.bad_input
         return cls(f"{count} in this configuration", exit_code=exit_code, findings=findings)
+
+
+class RunFailed(TrainctlError):
+    """A launched run that failed, with what explains it."""
+
+    path: Path
+    """Run directory."""
+    cause: str
+    """Cause in the failure's record, as `trainctl explain` knows it."""
+    log: Path | None
+    """The log that tells more."""
+    log_tail: tuple[str, ...]
+    """Its last lines."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: Path,
+        cause: str,
+        log: Path | None,
+        log_tail: tuple[str, ...],
+        **settings: Any,
+    ) -> None:
+        """Make the error; `settings` are those of `TrainctlError`."""
+        super().__init__(message, **settings)
+        self.path, self.cause, self.log, self.log_tail = path, cause, log, log_tail
+        if log_tail:
+            self.add_note("\n".join((f"the end of {log}:", *log_tail)))

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 import trainctl as tc
 from trainctl.errors import ExitCode
-from trainctl.launchers.start import RunFailed
 from trainctl.runs.directory import read_record
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.records import EventWriter
@@ -89,7 +88,7 @@ def test_a_launch_is_waited_for_and_restores_the_signal_handlers(
 @pytest.mark.parametrize("where", ["main", "thread"])
 def test_a_run_that_fails_raises_with_its_cause(folder: Path, where: str) -> None:
     call = lambda: tc.launch(*script(folder, 2), run_dir="runs/a")  # noqa: E731
-    with pytest.raises(RunFailed, match="rank 0") as failed:
+    with pytest.raises(tc.RunFailed, match="rank 0") as failed:
         call() if where == "main" else in_thread(call)
     error = failed.value
     assert error.exit_code == ExitCode.training_failed and error.path == folder / "runs" / "a"

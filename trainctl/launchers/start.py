@@ -16,7 +16,7 @@ from typing import Any
 
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.schema import RunConfig
-from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.errors import ExitCode, Finding, RunFailed, TrainctlError
 from trainctl.launchers.interface import LaunchRequest, Outcome, has_scheduler, launch_function
 from trainctl.launchers.local import require_space
 from trainctl.launchers.planning import (
@@ -115,32 +115,6 @@ class Observer:
 
 def _ignore(event: Event) -> None:
     pass
-
-
-class RunFailed(TrainctlError):
-    """A launched run that failed, with what explains it.
-
-    Attributes:
-        path: Run directory.
-        cause: `cause` of the failure's record, as `trainctl explain` knows it.
-        log: The log that tells more; None without one.
-        log_tail: Its last lines.
-    """
-
-    def __init__(self, run: RunPaths, outcome: Outcome) -> None:
-        known = set(ExitCode)
-        code = outcome.exit_code
-        super().__init__(
-            outcome.message or f"{run.root} ended with exit code {code}",
-            hint=outcome.hint,
-            exit_code=ExitCode(code) if code in known else ExitCode.training_failed,
-        )
-        self.path, self.cause = run.root, outcome.cause
-        self.log, self.log_tail = outcome.log, outcome.log_tail
-        if outcome.log_tail:
-            self.add_note("\n".join((f"the end of {outcome.log}:", *outcome.log_tail)))
-        if outcome.hint:
-            self.add_note(f"hint: {outcome.hint}")
 
 
 def start_run(
@@ -324,7 +298,18 @@ def _run_attempt(
     if outcome.exit_code == 128 + signal.SIGINT:
         raise KeyboardInterrupt(outcome.message)
     if outcome.exit_code not in (ExitCode.success, ExitCode.requeue):
-        raise RunFailed(run, outcome)
+        known = set(ExitCode)
+        raise RunFailed(
+            outcome.message or f"{run.root} ended with exit code {outcome.exit_code}",
+            hint=outcome.hint,
+            exit_code=ExitCode(outcome.exit_code)
+            if outcome.exit_code in known
+            else ExitCode.training_failed,
+            path=run.root,
+            cause=outcome.cause,
+            log=outcome.log,
+            log_tail=outcome.log_tail,
+        )
 
 
 def _follow(
