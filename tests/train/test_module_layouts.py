@@ -18,8 +18,9 @@ from trainctl.memory.stages import pipeline_stages
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.model import skeleton
 from trainctl.train.models.module import ModuleModel
-from trainctl.train.models.module_layouts import module_layouts
-from trainctl.train.parallel.pipeline import cut_to_stage
+from trainctl.train.models.module_layouts import module_layouts, other_ranks
+from trainctl.train.parallel.pipeline import cut_to_stage, tied_weight
+from trainctl.train.session import shard_skeleton
 
 SHAPE = SimpleNamespace(vocab_size=264, hidden_size=32, num_attention_heads=4, num_layers=2)
 
@@ -142,6 +143,54 @@ def test_a_weight_of_two_blocks_is_split_by_no_axis():
     unsplit = layouts(Shared, depth=4)[1]
     assert "mixers.1.key.weight, which is also mixers.3.key.weight" in unsplit["tensor"]
     assert unsplit["pipeline"] == "mixers.3.key.weight is also the weight of another part"
+
+
+class PositionsFirst(own_module.Full):
+    """Module whose first embedding is that of positions."""
+
+    def __init__(self, keys):
+        super().__init__(keys)
+        tokens = self.tokens
+        del self.tokens
+        self.positions = nn.Embedding(1024, keys.width)
+        self.tokens = tokens
+
+    def forward(self, input_ids, position_ids):
+        hidden = self.tokens(input_ids) + self.positions(position_ids)
+        for mixer in self.mixers:
+            hidden = mixer(hidden, position_ids == 0)
+        return self.unembed(self.end(hidden))
+
+
+def test_the_vocabulary_is_split_whichever_embedding_comes_first():
+    shares = layouts(PositionsFirst)[0]
+    assert shares["tokens.weight"] == shares["unembed.bias"] == 264
+    assert "positions.weight" not in shares
+
+
+class Tabled(own_module.Tied):
+    """Module with an embedding in its last block."""
+
+    def __init__(self, keys):
+        super().__init__(keys)
+        self.mixers[-1].table = nn.Embedding(8, keys.width)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_last_stage_has_the_tied_weight_and_saves_its_other_embeddings(tensor):
+    model = ModuleModel.of(Tabled(own_module.Sizes(depth=4)), SHAPE)
+    stages = (range(0, 2), range(2, 4))
+    axes = SimpleNamespace(sequence_sharded_norms=False)
+    plan = SimpleNamespace(stages=stages, config=SimpleNamespace(parallelism=axes))
+    last, one = Axis(1, (0, 1), group=None), Axis(0, (0,), group=None)
+    with other_ranks(2) as two:
+        ranks = two if tensor == 2 else one
+        mesh = SimpleNamespace(pipeline=last, expert=one, tensor=ranks)
+        pieces = shard_skeleton(model, plan, mesh)
+    tied = tied_weight(model, last)
+    assert pieces[tied].name == "tokens.weight" and tied.shape == (264 // tensor, 32)
+    saved = {piece.name: piece.is_saved_here for piece in pieces.values()}
+    assert saved["mixers.3.table.weight"] and not saved["tokens.weight"]
 
 
 class ScaledEmbedding(own_module.Full):

@@ -255,8 +255,9 @@ def shard_skeleton(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> 
         cut_to_stage(model, plan.stages[mesh.pipeline.index], mesh.pipeline)
         here = set(model.parameters())
         first = mesh.pipeline.is_first  # the first of the two stages with a tied weight saves it
+        end = None if first else tied_weight(model, mesh.pipeline)
         pieces = {
-            parameter: replace(piece, is_saved_here=first or not piece.is_embedding)
+            parameter: replace(piece, is_saved_here=not (parameter is end and piece.is_embedding))
             for parameter, piece in pieces.items()
             if parameter in here
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -47,6 +47,10 @@ class _View:
     module: nn.Module
     config: PretrainedConfig
     started: ConstructorInit | None
+    embedding: nn.Embedding | None = None
+    """Embedding of the tokens, outside the blocks."""
+    head: nn.Linear | None = None
+    """Last linear layer outside the blocks with a row for each token."""
 
 
 class ModuleModel(PreTrainedModel):
@@ -70,8 +74,12 @@ class ModuleModel(PreTrainedModel):
         config.num_hidden_layers = model.num_layers
         made: ModuleModel = cls.__new__(cls)
         object.__setattr__(made, "__dict__", module.__dict__)
-        module.__dict__[VIEW] = _View(module, config, started)
-        for block in made.own_blocks():
+        module.__dict__[VIEW] = view = _View(module, config, started)
+        blocks = made.own_blocks()
+        # Found while the module is whole: tensor ranks and stages have other sizes and parts.
+        ends = _vocabulary_ends(module, blocks, config.vocab_size)
+        module.__dict__[VIEW] = replace(view, embedding=ends[0], head=ends[1])
+        for block in blocks:
             block.__class__ = _recomputable(block.__class__)
         return made
 
@@ -168,20 +176,15 @@ class ModuleModel(PreTrainedModel):
         return bool(getattr(self.module, "masks_documents", False))
 
     def get_output_embeddings(self) -> Any:
-        """Return the last linear layer outside the blocks with a row for each token; may be None.
-
-        The rows are counted on an embedding, or a tied weight.
-        """
-        inside = {module for block in self.own_blocks() for module in block.modules()}
-        outside = [module for module in self.modules() if module not in inside]
-        rows = {m.num_embeddings for m in outside if isinstance(m, nn.Embedding)}
-        rows = rows or {self.config.vocab_size}  # a pipeline stage without the embedding
-        heads = [m for m in outside if isinstance(m, nn.Linear) and m.out_features in rows]
-        return heads[-1] if heads else None
+        """Return the layer that gives the logits; None on a pipeline stage without it."""
+        return self._if_here(self.__dict__[VIEW].head)
 
     def get_input_embeddings(self) -> Any:
-        """Return the first embedding; None if there is none."""
-        return next((m for m in self.modules() if isinstance(m, nn.Embedding)), None)
+        """Return the embedding of the tokens; None on a pipeline stage without it."""
+        return self._if_here(self.__dict__[VIEW].embedding)
+
+    def _if_here(self, layer: nn.Module | None) -> nn.Module | None:
+        return layer if layer in set(self.modules()) else None
 
     def tie_weights(self, *_: Any, **__: Any) -> None:
         """Do nothing: the module has tied its weights itself."""
@@ -226,7 +229,12 @@ def adapt_module(model: ModelConfig, *, on_meta: bool) -> ModuleModel:
     assert model.factory is not None
     named = f"model.factory={model.factory}"
     function = load_user_function("model.factory", model.factory)
-    with record_constructors() if on_meta else nullcontext() as started:
+    with (
+        torch.random.fork_rng(devices=[]),
+        record_constructors() if on_meta else nullcontext() as started,
+    ):
+        # Buffers that a constructor draws are the same on every rank, and in what loads an export.
+        torch.default_generator.manual_seed(0)
         built = call_function(function, getattr(model, "arguments", {}), named)
     if not isinstance(built, nn.Module) or isinstance(built, PreTrainedModel):
         raise TrainctlError(
@@ -247,6 +255,27 @@ def complete_arguments(model: ModelConfig) -> dict[str, Any]:
     function = load_user_function("model.factory", model.factory)
     cls = arguments_class(function, f"model.factory={model.factory}")
     return check_arguments(cls, getattr(model, "arguments", {}), "model.arguments")
+
+
+def _vocabulary_ends(
+    module: nn.Module, blocks: Sequence[nn.Module], vocabulary: int
+) -> tuple[nn.Embedding | None, nn.Linear | None]:
+    """Return the embedding of the tokens and the head of a whole module, where it has them.
+
+    Args:
+        vocabulary: Rows of the head of a module without any embedding.
+    """
+    inside = {each for block in blocks for each in block.modules()}
+    outside = [each for each in module.modules() if each not in inside]
+    embeddings = [each for each in outside if isinstance(each, nn.Embedding)]
+    rows = {each.num_embeddings for each in embeddings} or {vocabulary}
+    heads = [each for each in outside if isinstance(each, nn.Linear) and each.out_features in rows]
+    head = heads[-1] if heads else None
+    # Another embedding, such as that of positions, may come first.
+    tokens = [
+        each for each in embeddings if head is None or each.num_embeddings == head.out_features
+    ]
+    return next(iter(tokens), None), head
 
 
 def largest_list(built: nn.Module) -> list[nn.Module]:
