@@ -31,6 +31,15 @@ class Sizes:
     places: list[int] = field(default_factory=list)
 
 
+@dataclass
+class Heads:
+    width: int = 64
+    head: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.head = self.width // 4
+
+
 def make(sizes: Sizes) -> Sizes:
     return sizes
 
@@ -58,6 +67,15 @@ def test_wrong_arguments_name_the_nearest(given: dict[str, Any], words: str, hin
     (found,) = caught.value.findings
     assert caught.value.exit_code is ExitCode.bad_input
     assert words in found.message and hint in found.hint
+
+
+def test_what_a_dataclass_computes_is_no_argument() -> None:
+    def heads(sizes: Heads) -> int:
+        return sizes.head
+
+    assert check_arguments(Heads, {}, "model.arguments") == {"width": 64}
+    heads.arguments = Heads  # type: ignore[attr-defined]
+    assert call_function(heads, {"width": 8}, "f") == 2
 
 
 def test_a_parameter_without_a_dataclass_is_refused() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 import trainctl as tc
 from trainctl.config.registry import new_section
+from trainctl.errors import TrainctlError
 from trainctl.models.anatomy import parse_anatomy
 from trainctl.plans.flops import flops_per_token
 from trainctl.plans.optimizers import parameter_groups
@@ -83,6 +84,46 @@ def test_what_only_a_constructor_knows_is_named() -> None:
     assert found.has_tied_head and len(found.ties) == 1
     pieces = materialise(built, _Zeros(), torch.device("cpu"))
     assert len(pieces) == 4 and built.module.head.weight is built.module.embed.weight
+
+
+class Features(Computed):
+    """A module with a buffer that its constructor draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.randn(8), persistent=False)
+
+
+def test_a_drawn_buffer_is_the_same_in_every_process() -> None:
+    model = new_section("model", "module", factory="test_module_export:Features")
+    state = torch.get_rng_state()
+    first = skeleton(model, torch.float32).module.angles
+    assert torch.equal(state, torch.get_rng_state()) and first.std() > 0
+    torch.manual_seed(5)
+    assert torch.equal(skeleton(model, torch.float32).module.angles, first)
+
+
+def without_blocks() -> nn.Module:
+    return nn.Sequential(nn.Embedding(264, 8), nn.Linear(8, 264))
+
+
+def frozen() -> nn.Module:
+    module = Computed()
+    module.slope.requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("without_blocks", "without_blocks: Sequential has no blocks"),
+        ("frozen", r"Computed has parameters that do not train \(slope\)"),
+    ],
+)
+def test_what_a_module_lacks_is_said_where_it_is_counted(function: str, words: str) -> None:
+    model = new_section("model", "module", factory=f"test_module_export:{function}")
+    with pytest.raises(TrainctlError, match=words):
+        anatomy(model)
 
 
 class _Zeros:

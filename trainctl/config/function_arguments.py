@@ -53,7 +53,7 @@ def check_arguments(cls: Any, given: Mapping[str, Any], prefix: str) -> dict[str
     Raises:
         TrainctlError: With a finding for each that is unknown, missing or of another type.
     """
-    known = {item.name: item for item in fields(cls)} if cls is not None else {}
+    known = {item.name: item for item in fields(cls) if item.init} if cls is not None else {}
     found: dict[str, Any] = {}
     findings = [_unknown(name, known, prefix) for name in given if name not in known]
     for name, item in known.items():

@@ -44,10 +44,12 @@ from trainctl.models.anatomy import (
 )
 from trainctl.train.models.model import (
     blocks,
+    class_name,
     factory_model,
     failure_hint,
     failures_in_words,
     has_own_code,
+    require_all_to_train,
     skeleton,
     transformers_config,
 )
@@ -111,6 +113,7 @@ ASKED_LENGTHS = tuple(1 << power for power in range(6, 21))
 
 def _module_anatomy(built: ModuleModel, model: ModelConfig) -> Anatomy:
     """Return the anatomy of a module on fake tensors, with what its own code says."""
+    require_all_to_train(built)
     require_first_argument(built.own_blocks())
     output = built(input_ids=torch.zeros(1, TOKENS, dtype=torch.long))
     _require_logits(built, model, output)
@@ -221,6 +224,11 @@ class ForwardProbe:
 def require_blocks(built: PreTrainedModel, model: ModelConfig) -> None:
     """Raise TrainctlError if the model's decoder blocks cannot be found."""
     if not decoder_blocks(built):
+        if isinstance(built, ModuleModel):
+            raise TrainctlError(
+                f"model.factory={model.factory}: {type(built.module).__name__} has no blocks",
+                hint="hold them in an nn.ModuleList, or give them by blocks()",
+            )
         raise TrainctlError(
             f"{type(built).__name__} has no decoder blocks that transformers knows of",
             hint=failure_hint(model),
@@ -242,7 +250,7 @@ def _require_logits(built: PreTrainedModel, model: ModelConfig, output: Any) -> 
         return
     found = "no logits" if logits is None else f"logits of {list(logits.shape)}"
     raise TrainctlError(
-        f"model.factory={model.factory}: {type(built).__name__} gives {found} for {TOKENS} tokens",
+        f"model.factory={model.factory}: {class_name(built)} gives {found} for {TOKENS} tokens",
         hint="give the logits of every token, (samples, length, vocabulary)"
         if model.is_module
         else "return a transformers PreTrainedModel with a language-modelling head",

@@ -39,7 +39,7 @@ from trainctl.models.hf_weights import Buffer, persistent_buffers
 from trainctl.options.model import Family, families, family_of_type, spec_of
 from trainctl.plans.mup import multipliers
 from trainctl.plans.shapes import final_norm_tensors, head_dim, key_value_heads
-from trainctl.train.models.module import adapt_module
+from trainctl.train.models.module import ModuleModel, adapt_module
 from trainctl.train.models.weights import SkipInit, WeightSource
 from trainctl.train.parallel.experts import compute_in_fp32
 
@@ -103,6 +103,11 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return built
 
 
+def class_name(model: nn.Module) -> str:
+    """Return the name of a model's class; of a user's module, its own."""
+    return type(model.module if isinstance(model, ModuleModel) else model).__name__
+
+
 def require_all_to_train(model: nn.Module) -> None:
     """Refuse a model with frozen parameters, before training starts.
 
@@ -116,7 +121,7 @@ def require_all_to_train(model: nn.Module) -> None:
     if frozen:
         more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
         raise TrainctlError(
-            f"{type(model).__name__} has parameters that do not train ({frozen[0]}{more}), which "
+            f"{class_name(model)} has parameters that do not train ({frozen[0]}{more}), which "
             "checkpoints would lack",
             hint="in a model of your own leave requires_grad on, or make them persistent buffers; "
             "optimizer.groups with a small lr_factor holds parameters almost still",

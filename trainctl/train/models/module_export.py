@@ -61,6 +61,8 @@ def load_module(
         found: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
         factory, arguments = str(found["factory"]), dict(found["arguments"])
         kept = getattr(torch, str(found["dtype"]))
+        if not isinstance(kept, torch.dtype):
+            raise ValueError(f"{found['dtype']} is no type of weights")
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise TrainctlError(
             f"{folder} is no export of a module: {FILE}: {error}", exit_code=ExitCode.run_state
