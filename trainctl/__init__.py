@@ -48,11 +48,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in (*__all__, "api"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value: object = getattr(import_module("trainctl.api"), name)
+    api = import_module("trainctl.api")
+    value: object = api if name == "api" else getattr(api, name)
     globals()[name] = value
     return value
 

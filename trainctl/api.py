@@ -114,7 +114,8 @@ def plan(
 
 
 def _with_hardware(overrides: Sequence[str], hardware: str | None) -> tuple[str, ...]:
-    return (*overrides, *([f"hardware={hardware}"] if hardware is not None else []))
+    named = [f"hardware={hardware}"] if hardware is not None else []
+    return (*map(str, overrides), *named)
 
 
 def _folder(place: Place | None) -> Path | None:
@@ -483,21 +484,31 @@ def search(
     """
     from trainctl.config.overrides import split_target
     from trainctl.launchers import plan_search
+    from trainctl.runs.attempts import find_attempt
 
     target, rest = split_target(_with_hardware(overrides, hardware))
     composed = plan_search.compose_search(target, rest, _config_dir(config_dir))
     composed, found = plan_search.search_plans(composed, top=top)
-    return SearchResult(composed, found, config_dir)
+    is_of_run = target is not None and find_attempt(Path(target)) is not None
+    base = (target, *rest) if target is not None and is_of_run else composed.overrides
+    return SearchResult(composed, found, base, config_dir)
 
 
 class SearchResult(Sequence["RankedPlan"]):
     """Plans that a search found, the fastest first; among equally fast ones, the simplest."""
 
-    def __init__(self, composed: ComposedConfig, details: Search, config_dir: Place | None) -> None:
-        """Made by `search`."""
+    def __init__(
+        self,
+        composed: ComposedConfig,
+        details: Search,
+        arguments: tuple[str, ...],
+        config_dir: Place | None,
+    ) -> None:
+        """Made by `search`; `arguments` are those of the plan that was searched for."""
         self.details = details
         """Result as the commands use it. Not part of the public API."""
         self._composed = composed
+        self._arguments = arguments
         self._config_dir = config_dir
 
     @property
@@ -599,8 +610,8 @@ class RankedPlan:
         """
         from trainctl.config.overrides import merge_overrides
 
-        composed, more = self._result._composed, self.overrides
-        return plan(*merge_overrides(composed.overrides, more), config_dir=self._result._config_dir)
+        arguments = merge_overrides(self._result._arguments, self.overrides)
+        return plan(*arguments, config_dir=self._result._config_dir)
 
     def write(self, path: Place) -> None:
         """Write the plan as a recipe that extends the one it was searched for.
@@ -740,6 +751,8 @@ def launch(
     from trainctl.launchers import start
 
     began = time.time()
+    if resume and run_dir is None:
+        raise TrainctlError("--resume auto needs --run-dir, the directory to look in")
     composed = with_script_arguments(_composed(overrides, config_dir), script_arguments)
     paths = start.start_run(
         composed,
@@ -919,10 +932,13 @@ class Run:
         return cls(newest_run(Path(folder)).root)
 
     def __repr__(self) -> str:
-        status = self.status
-        of = f" of {status.total_steps:,}" if status.total_steps else ""
-        loss = "" if status.loss is None else f", loss {status.loss:.4f}"
-        return f"Run({str(self.path)!r}): {status.state}, step {status.step:,}{of}{loss}"
+        from trainctl.runs.listing import summarise_run
+
+        try:
+            state = str(summarise_run(self.paths))
+        except TrainctlError as error:  # it was removed, say
+            state = error.message
+        return f"Run({str(self.path)!r}): {state}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Run) and other.path == self.path
@@ -1023,6 +1039,7 @@ class Run:
         """
         from trainctl.monitor.report.history import History
 
+        _require_one_of("as_", as_, ("pandas", "arrow"))
         history = History(self.paths)
         history.read()
         steps = history.steps
@@ -1154,11 +1171,10 @@ class Run:
         from trainctl.monitor.report.history import History
 
         status = self.status
-        of = f" of {status.total_steps:,}" if status.total_steps else ""
         rows = {
             "run": str(self.path),
             "state": status.state,
-            "step": f"{status.step:,}{of}",
+            "step": status.steps_text,
             "loss": "" if status.loss is None else f"{status.loss:.4f}",
             "attempt": str(status.attempt),
             "why": status.message,
@@ -1257,6 +1273,7 @@ class Checkpoint:
         from trainctl.config.quantities import in_unit
         from trainctl.launchers import offline
 
+        _require_one_of("dtype", dtype, _DTYPES)
         size = None
         if shard_size is not None:
             size = in_unit(str(shard_size), "bytes", is_count=True)
@@ -1298,7 +1315,12 @@ class Checkpoint:
         weights: str = "raw",
         device: str = "auto",
         progress: WorkProgress | None = None,
-        **settings: Any,
+        include: Place | None = None,
+        shots: int | None = None,
+        samples: int | None = None,
+        batch_size: int | None = None,
+        chat: bool = False,
+        keep: Place | None = None,
     ) -> dict[str, Any]:
         """Evaluate tasks of lm-eval, add the results to the run's records, and return them.
 
@@ -1307,15 +1329,27 @@ class Checkpoint:
             weights: `raw`, or `ema` for their moving average.
             device: As of `evaluate`.
             progress: Called with the name of a piece of work, the units done, and their total.
-            settings: `include`, `shots`, `samples`, `batch_size`, `chat`, `keep`: see
-                `trainctl evaluate --help`.
+            include: Folder of your own tasks, in lm-eval's YAML.
+            shots: Examples before each question; None takes the task's own number.
+            samples: Examples of each task; None takes all.
+            batch_size: Requests at a time; None takes the run's micro-batch.
+            chat: Questions go through the tokenizer's chat template.
+            keep: New folder for the export that the tasks run on; None removes it.
 
         Raises:
             TrainctlError: lm-eval is not installed (4), or a task is unknown.
         """
         from trainctl.launchers import offline
 
-        tasks = offline.TaskSettings(names=names, **settings)
+        tasks = offline.TaskSettings(
+            names=names,
+            include=_folder(include),
+            shots=shots,
+            samples=samples,
+            batch_size=batch_size,
+            chat=chat,
+            keep=_folder(keep),
+        )
         return offline.evaluate_tasks(self._choice(weights, device, progress), tasks)
 
     def sample(
@@ -1358,6 +1392,8 @@ class Checkpoint:
     def _choice(self, weights: str, device: str, progress: WorkProgress | None) -> WeightsChoice:
         from trainctl.launchers.offline import WeightsChoice
 
+        _require_one_of("weights", weights, ("raw", "ema"))
+        _require_one_of("device", device, ("auto", "cpu", "cuda"))
         return WeightsChoice(
             run=self.run.paths,
             step=self._step,
@@ -1405,6 +1441,9 @@ def load(
 
     from trainctl.train.checkpoint.loading import load_export, load_run_export
 
+    _require_one_of("dtype", dtype, _DTYPES)
+    if isinstance(run, Checkpoint) and (step is not None or best):
+        raise TrainctlError("a checkpoint is given: leave out step and best")
     if isinstance(run, str | PathLike) and _is_export(Path(run)):
         if step is not None or best or weights != "raw":
             raise TrainctlError(
@@ -1460,6 +1499,7 @@ def report(
     )
     from trainctl.monitor.report.page import report_page
 
+    _require_one_of("form", form, ("html", "json", "csv"))
     if buckets is not None and 0 < buckets < _LEAST_BUCKETS:
         raise TrainctlError(
             f"--buckets {buckets} is too few for a curve",
@@ -1504,6 +1544,15 @@ def add_tokens(
     return offline.add_tokens(
         Path(directory), Path(out), tokens, multiple_of=multiple_of, progress=progress or _ignore
     )
+
+
+_DTYPES = (None, "fp32", "bf16", "fp16")
+
+
+def _require_one_of(name: str, value: object, known: Sequence[str | None]) -> None:
+    if value not in known:
+        names = ", ".join(each for each in known if each is not None)
+        raise TrainctlError(f"{name}={value!r} is none of {names}")
 
 
 def _ignore(*_: object) -> None:

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_runs import new_run
 
 import trainctl as tc
 from trainctl import api
 from trainctl.errors import ExitCode
+from trainctl.examples.parts import write_part
+from trainctl.launchers.planning import compose_config, plan_config
 
 ROOT = Path(__file__).parents[2]
 HARDWARE = "8xh100-80g"
@@ -35,7 +38,7 @@ def test_the_import_loads_nothing() -> None:
     script = (
         "import sys; before = set(sys.modules); import trainctl\n"
         "print(*set(sys.modules) - before)\n"
-        "import trainctl.api\n"
+        "assert trainctl.api.plan\n"
         "print(*{name.partition('.')[0] for name in sys.modules})\n"
         "print(*(name for name in sys.modules if name.startswith('trainctl.')))"
     )
@@ -139,6 +142,35 @@ def test_the_other_checks(tmp_path: Path) -> None:
     assert checked.has_error and "zero_optimizationn" in checked.findings[0].message
     assert {"packages", "torch"} <= {each.name for each in api.check_machine("tiny").checks}
     assert "tiny" in {each["name"] for each in api.list_recipes()}
+
+
+def test_a_run_is_planned_and_searched_by_its_path(tmp_path: Path) -> None:
+    path = new_run(tmp_path / "lr=1", "model.num_layers=3").root
+    arguments: list[str] = [path, "training.global_batch_tokens=1M"]  # type: ignore[list-item]
+    found = tc.search(*arguments, hardware=HARDWARE)[0].plan
+    for plan in (tc.Run(path).plan, tc.Run(path).plan.with_("training.steps=7"), found):
+        assert plan.config["model"]["num_layers"] == 3
+
+
+def test_a_missing_length_is_not_blamed_beside_a_stray_word() -> None:
+    for overrides, hint in (((), "recipe=tiny"), (["tiny"], "write recipe=tiny")):
+        with pytest.raises(tc.TrainctlError) as raised:
+            plan_config(compose_config(overrides, None)).plan  # noqa: B018
+        (finding,) = raised.value.findings
+        assert hint in finding.hint
+
+
+def test_options_that_come_too_late_are_refused(tmp_path: Path) -> None:
+    write_part("optimizer", "mine", tmp_path / "own")
+    script = (
+        "import os; os.environ['TRAINCTL_TRUST_CODE'] = '1'\n"
+        "import sys, trainctl as tc\n"
+        "if 'late' in sys.argv: tc.plan('tiny')\n"
+        "try: print(tc.plan('tiny', 'optimizer=mine', config_dir='own').config['optimizer'])\n"
+        "except tc.TrainctlError as error: print(error, error.hint)\n"
+    )
+    assert "'kind': 'mine'" in run_python(script, tmp_path)
+    assert "comes too late" in run_python(f"import sys; sys.argv += ['late']\n{script}", tmp_path)
 
 
 THREADS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from transformers import AutoModelForCausalLM
 
 import trainctl as tc
 from trainctl.errors import ExitCode
+from trainctl.launchers import sweep
 from trainctl.runs.directory import read_record
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.records import EventWriter
 from trainctl.runs.step_table import step_files
@@ -160,6 +163,8 @@ def test_what_is_refused_makes_nothing(folder: Path) -> None:
         (("tiny", "model.num_layers=4000", "model.hidden_size=2048"), ExitCode.does_not_fit),
         ((tc.plan("tiny"), "training.steps=3"), ExitCode.bad_input),
     ]
+    with pytest.raises(tc.TrainctlError, match="the directory to look in"):
+        tc.launch("tiny", resume=True)
     for arguments, code in cases:
         with pytest.raises(tc.TrainctlError) as refused:
             tc.launch(*arguments, run_dir="runs/a")
@@ -231,6 +236,55 @@ def test_a_lock_is_a_thread_s(folder: Path) -> None:
     with hold_lock(paths), hold_lock(paths):
         with pytest.raises(tc.TrainctlError, match="in use by another launch"):
             in_thread(lambda: tc.resume("run"))
+
+
+def test_a_wrong_choice_names_the_right_ones(folder: Path) -> None:
+    run = tc.Run(new_run(folder / "run").root)
+    newest = run.checkpoint()
+    calls: list[tuple[Any, str]] = [
+        (lambda: newest.export("out", dtype="float32"), "fp32, bf16, fp16"),
+        (lambda: newest.evaluate(weights="mean"), "raw, ema"),
+        (lambda: newest.sample("def", device="gpu"), "auto, cpu, cuda"),
+        (lambda: tc.load("run", dtype="float32"), "fp32, bf16, fp16"),
+        (lambda: tc.load(newest, step=3), "leave out step"),
+        (lambda: run.metrics(as_="polars"), "pandas, arrow"),  # type: ignore[arg-type]
+        (lambda: tc.report(run, form="pdf"), "html, json, csv"),  # type: ignore[arg-type]
+    ]
+    for call, right in calls:
+        with pytest.raises(tc.TrainctlError, match=right):
+            call()
+
+
+def test_a_run_that_was_removed_can_be_shown(folder: Path) -> None:
+    run = tc.Run(new_run(folder / "run").root)
+    assert str(run.status) == "new, step 0 of 160"
+    shutil.rmtree(run.path)
+    assert "cannot be read" in repr(run)
+
+
+def test_the_launchers_of_a_sweep_end_with_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [new_run(folder / name) for name in ("a", "b")]
+    commands = {runs[0].root: ["sleep", "60"], runs[1].root: ["true"]}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(run: RunPaths, *_: object, **__: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(commands[run.root]))
+        return started[-1]
+
+    def refuse(run: RunPaths, code: int) -> None:
+        raise ValueError("enough")
+
+    monkeypatch.setattr(sweep, "start_in_background", start)
+    attempts = [(run, run.attempt(1)) for run in runs]
+    with pytest.raises(ValueError, match="enough"):
+        sweep.run_queue(attempts, parallel=2, on_end=refuse)
+    assert [process.returncode for process in started] == [-signal.SIGTERM, 0]
+    timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT"):
+        sweep.run_queue(attempts[:1], parallel=1, on_end=lambda *_: None)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import ignored_trainer_settings
-from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.errors import ExitCode, Finding
 from trainctl.launchers.interface import (
     AttemptRequest,
     Outcome,
@@ -111,8 +111,6 @@ def launch(
     Examples: trainctl launch recipe=tiny training.steps=200 optimizer.lr=1e-3;
     trainctl launch script=train.py recipe=7b-zero3 -- --its --own arguments
     """
-    if resume is ResumeMode.auto and run_dir is None:
-        raise TrainctlError("--resume auto needs --run-dir, the directory to look in")
     if split_target(overrides)[0] is not None:
         compose_config(overrides, config_dir)  # refuses it: a stray word must not start a run
     if not dry_run:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trainctl.config.catalog import (
@@ -58,10 +59,13 @@ class Overrides:
 def split_target(arguments: Sequence[str] | None) -> tuple[str | None, list[str]]:
     """Split arguments into a leading recipe or run, if there is one, and the overrides after it.
 
-    An override always has a ``=`` or starts with ``~``, so anything else in front is a target.
+    An override always has a ``=`` or starts with ``~``, so anything else in front is a target. So
+    is a directory with a ``/`` before the ``=``, which no key has: ``runs/lr=1e-3``.
     """
     first, *rest = arguments or [""]
-    if first and "=" not in first and not first.startswith("~"):
+    key, equals, _ = first.partition("=")
+    is_target = not equals or ("/" in key and Path(first).is_dir())
+    if first and is_target and not first.startswith("~"):
         return first, rest
     return None, list(arguments or [])
 

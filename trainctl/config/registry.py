@@ -107,7 +107,8 @@ def register_options(config_dir: Path, *, is_trusted: bool) -> None:
         is_trusted: Whether the user lets its code run; `TRAINCTL_TRUST_CODE=1` does so too.
 
     Raises:
-        TrainctlError: The folder has Python options, and nothing allows them.
+        TrainctlError: The folder has Python options, and nothing allows them; or other options
+            were asked for already.
     """
     folder = config_dir.expanduser().absolute() / "options"
     code = option_files(folder)
@@ -118,6 +119,12 @@ def register_options(config_dir: Path, *, is_trusted: bool) -> None:
             f"{code[0]} is code, which runs wherever its option is read",
             hint=f"`--trust-code` runs it, and so does {TRUST_VARIABLE}=1 in the environment; or "
             "choose another folder",
+        )
+    if list_kinds.cache_info().currsize:
+        raise TrainctlError(
+            f"{code[0]} comes too late: this process has looked options up without it",
+            hint="name its folder in the first call of a process, as config_dir; or set "
+            f"{FOLDER_VARIABLE}={folder} before it",
         )
     trust_folder(folder)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import NO_EFFECT, SAVED, ComposedConfig, compose_leniently, recompose
 from trainctl.config.layers import Layer
-from trainctl.config.overrides import expand_sweep
+from trainctl.config.overrides import SYNTAX, expand_sweep
 from trainctl.config.registry import changed_section
 from trainctl.config.user_code import check_user_code
 from trainctl.data.source_lengths import count_epoch, preview_data_plan
@@ -115,8 +115,11 @@ def compose_config(overrides: Sequence[str] | None, config_dir: Path | None) -> 
     """
     composed = compose_leniently(overrides or (), config_dir=config_dir)
     if composed.has_error:
-        wrong = {finding.key for finding in composed.findings if finding.is_error}
+        errors = [finding for finding in composed.findings if finding.is_error]
+        wrong = {error.key for error in errors}
         further = [f for f in _further_problems(composed) if f.is_error and f.key not in wrong]
+        if any(error.rule == SYNTAX for error in errors):  # it may have been to set the length
+            further = [each for each in further if each.rule != NO_LENGTH]
         raise TrainctlError.from_findings([*composed.findings, *further])
     return composed
 

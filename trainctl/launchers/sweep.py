@@ -260,11 +260,11 @@ def _check_queue(plans: Sequence[RunPlan]) -> None:
 _POLL_SECONDS = 0.1
 
 
-class QueueStopped(Exception):
+class QueueStopped(KeyboardInterrupt):
     """A signal, whose number is `number`, ended the queue and its running launches."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)
+        super().__init__(f"the sweep was stopped by {signal.Signals(number).name}")
         self.number = number
 
 
@@ -311,6 +311,12 @@ def run_queue(
                 running.remove((run, process))
                 on_end(run, process.returncode)
             time.sleep(_POLL_SECONDS)
+    except BaseException:  # of `on_end`, or of a launcher that does not start: all end with it
+        for _run, process in running:
+            process.terminate()
+        for _run, process in running:
+            process.wait()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -80,6 +80,16 @@ class RunSummary:
         stop, total = self.stop_step or 0, self.total_steps or 0
         return self.state == State.finished and stop < total and self.step >= stop
 
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
+        why = f": {self.message}" if self.message else ""
+        return f"{self.state}, step {self.steps_text}{loss}{why}"
+
+    @property
+    def steps_text(self) -> str:
+        """Steps done, and how many there are in all if that is known."""
+        return f"{self.step:,}" + (f" of {self.total_steps:,}" if self.total_steps else "")
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON, for `--json`."""
         return {

@@ -166,7 +166,8 @@ def run_has_a_length(draft: Draft) -> Iterator[Problem]:
         yield Problem(
             "neither training.steps nor training.tokens nor training.epochs says how long the run "
             "is",
-            "training.steps=1000, or training.tokens=2000000000",
+            "training.steps=1000, or training.tokens=2000000000"
+            + ("" if draft.config.recipe else "; or begin with a recipe, such as recipe=tiny"),
         )
 
 
