@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -124,6 +125,35 @@ def test_what_a_module_lacks_is_said_where_it_is_counted(function: str, words: s
     model = new_section("model", "module", factory=f"test_module_export:{function}")
     with pytest.raises(TrainctlError, match=words):
         anatomy(model)
+
+
+class Copied(nn.Module):
+    """Module with copied blocks, a parameter that is set after it was registered, and another made
+    of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Linear(4, 4)
+        nn.init.constant_(block.bias, 3.0)
+        self.mixers = nn.ModuleList(copy.deepcopy(block) for _ in range(2))
+        nn.init.constant_(self.mixers[1].bias, 5.0)
+        scale = nn.Parameter(torch.empty(4))
+        self.scale = scale
+        nn.init.constant_(scale, 7.0)
+        self.halved = nn.Parameter(self.scale / 2)
+
+
+def test_copies_and_other_names_of_a_parameter_start_as_constructors_say() -> None:
+    model = new_section("model", "module", factory="test_module_export:Copied")
+    built = skeleton(model, torch.bfloat16)
+    with pytest.raises(NonShardableInit, match="halved"):
+        built.own_initializers()
+    del built.module.halved
+    laws = built.own_initializers()
+    constants = {name: law.law.constant() for name, (law,) in laws.items() if law.stop == 4}
+    assert constants == {"mixers.0.bias": 3.0, "mixers.1.bias": 5.0, "scale": 7.0}
+    assert laws["mixers.1.weight"] == laws["mixers.0.weight"]
 
 
 class _Zeros:

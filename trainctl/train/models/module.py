@@ -8,6 +8,7 @@ class of recomputed layers. `trainctl.models.module` documents what the module m
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -242,6 +243,8 @@ def adapt_module(model: ModelConfig, *, on_meta: bool) -> ModuleModel:
             hint="with model=module return a torch.nn.Module; one of transformers goes with any "
             "other model=... and takes the model section",
         )
+    if started is not None:
+        started.find_parameters(built)
     return ModuleModel.of(built, model, started)
 
 
@@ -303,6 +306,8 @@ def _method(module: nn.Module, name: str) -> Callable[..., Any] | None:
     return found if callable(found) and not isinstance(found, nn.Module) else None
 
 
+COMPUTED = "values that its constructor computes"
+
 FRESH = frozenset({"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty"})
 """Operations that return a tensor without values."""
 
@@ -327,36 +332,57 @@ class ConstructorInit(InitRecorder):
         super().__init__({})
         self._keys: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._origins: dict[int, tuple[Any, Any]] = {}
         self._unknown: dict[str, str] = {}
         self._fresh: set[int] = set()
-        self._made_by: dict[int, str] = {}
 
     def to_meta(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter's stand-in on the meta device, the same for the same parameter."""
-        if parameter.is_meta:
-            return parameter
         if parameter in self._moved:
             known: nn.Parameter = self._moved[parameter]
             return known
-        made = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        key = str(len(self._known))
-        self._known[_storage(made)] = (key, made)
-        self._keys[made] = key
-        self._moved[parameter] = made
         storage = _storage(parameter)
+        if storage in self._known:
+            return parameter
+        made = parameter
+        if not parameter.is_meta:
+            made = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            self._moved[parameter] = made
+        key = self._watch(made)
         if storage in self._fresh:
             self._fresh.discard(storage)
+        elif parameter.is_meta:
+            self._unknown[key] = COMPUTED
         else:
             self._keep_values(key, parameter.detach())
+        if made is not parameter:  # its constructor may go on with what it has registered
+            self._origins[storage] = weakref.ref(parameter), made
         return made
+
+    def find_parameters(self, built: nn.Module) -> None:
+        """Recognise the parameters of a finished module, before their storages are replaced."""
+        for parameter in built.parameters():
+            if (known := self._known.get(_storage(parameter))) is not None:
+                self._keys[parameter] = known[0]
 
     def of(self, names: dict[nn.Parameter, str]) -> _Started:
         """Return what was recorded of the parameters of a finished module."""
-        keys = {self._keys[each]: name for each, name in names.items() if each in self._keys}
-        return _Started(
-            {keys[key]: laws for key, laws in self.laws.items() if key in keys},
-            {keys[key]: op for key, op in self._unknown.items() if key in keys},
-        )
+        keys = {name: self._keys[each] for each, name in names.items() if each in self._keys}
+        unknown = {name: COMPUTED for name in names.values() if name not in keys}
+        unknown |= {name: self._unknown[key] for name, key in keys.items() if key in self._unknown}
+        laws = {name: self.laws[key] for name, key in keys.items() if key in self.laws}
+        return _Started(laws, unknown)
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is all of a recorded one, and not a part of it."""
+        known = self._known.get(_storage(tensor))
+        return known is not None and tensor.is_contiguous() and tensor.shape == known[1].shape
+
+    def _watch(self, tensor: Any) -> str:
+        """Return the key under which all that is done to a tensor is recorded from now on."""
+        key = str(len(self._known))
+        self._known[_storage(tensor)] = (key, tensor)
+        return key
 
     def _keep_values(self, key: str, values: torch.Tensor) -> None:
         flat = values.reshape(-1)
@@ -364,13 +390,21 @@ class ConstructorInit(InitRecorder):
             law = constant_initializer(float(flat[0]))
             self.laws[key] = [InitializedRange(0, flat.numel(), law)]
         else:
-            self._unknown[key] = "values that its constructor computes"
+            self._unknown[key] = COMPUTED
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if func._schema.is_mutable:
             if args and isinstance(args[0], torch.Tensor):
-                self._fresh.discard(_storage(args[0]))
+                storage = _storage(args[0])
+                self._fresh.discard(storage)
+                origin, made = self._origins.get(storage, (None, None))
+                if origin is not None and origin() is not None:
+                    self._note(self._known[_storage(made)][0], made, args[0], func, args[1:])
+        elif func.name() == "aten::clone" and self._is_whole(args[0]):  # a block is copied
+            source, key = self._known[_storage(args[0])][0], self._watch(output)
+            self.laws |= {key: list(self.laws[source])} if source in self.laws else {}
+            self._unknown |= {key: self._unknown[source]} if source in self._unknown else {}
         elif isinstance(output, torch.Tensor):
             shared = {_storage(each) for each in args if isinstance(each, torch.Tensor)}
             if func.name() in FRESH:
