@@ -1101,11 +1101,9 @@ class Run:
         Args:
             price: Price of one device for an hour.
         """
-        from trainctl.runs.files import write_bytes
+        from trainctl.monitor.report.page import write_report
 
-        # Bytes of a path that are not UTF-8 become escapes, which JSON decodes to the same.
-        text = report(self, price=price).encode(errors="backslashreplace")
-        write_bytes(Path(path).absolute(), text)
+        write_report(Path(path), report(self, price=price))
         return Path(path)
 
     def save(self, say: Callable[[str], None] | None = None) -> Checkpoint:

@@ -116,11 +116,11 @@ class TrainctlError(Exception):
         self.hint = hint
         self.exit_code = exit_code
         self.findings = tuple(findings)
-        # A traceback, as a script or notebook shows it, says all that the commands print.
-        for finding in self.findings:
-            self.add_note(str(finding))
-        if hint:
+        if hint:  # shown by a traceback
             self.add_note(f"hint: {hint}")
+
+    def __str__(self) -> str:
+        return "\n".join((self.message, *map(str, self.findings)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without `__init__`, whose arguments differ between subclasses."""

@@ -13,8 +13,7 @@ import typer
 from trainctl import api
 from trainctl.cli.arguments import Json
 from trainctl.cli.console import print_json, print_message
-from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.files import write_bytes
+from trainctl.errors import TrainctlError
 
 DEFAULT_FILE = Path("report.html")
 
@@ -91,8 +90,10 @@ def report(
     if form is _Form.csv and output is None:
         sys.stdout.write(text)
         return
+    from trainctl.monitor.report.page import write_report
+
     target = output or DEFAULT_FILE
-    _write_report(target, text)
+    write_report(target, text)
     if form is _Form.html:
         print_message(f"wrote {target} ({target.stat().st_size / 1e6:.2f} MB)", style="good")
 
@@ -109,13 +110,3 @@ def _output_form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
         what = "is a folder" if output.is_dir() else f"there is no folder {output.parent}"
         raise TrainctlError(f"{output}: {what}", hint="-o names the file to write")
     return _Form.json if as_json else _Form.csv if as_csv else _Form.html
-
-
-def _write_report(path: Path, text: str) -> None:
-    try:
-        # Bytes of a path that are not UTF-8 become escapes, which JSON decodes to the same.
-        write_bytes(path.absolute(), text.encode(errors="backslashreplace"))
-    except OSError as error:
-        raise TrainctlError(
-            f"{path} cannot be written: {error.strerror}", exit_code=ExitCode.environment
-        ) from None

@@ -16,9 +16,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from trainctl import __version__
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.runs.files import write_bytes
 
 SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js")
 STYLES = ("uplot/uPlot.min.css", "page.css")
@@ -123,3 +126,18 @@ def folder_page(name: str, seconds: float) -> str:
 def folder_policy() -> str:
     """Return the content security policy, for the page's `meta` element and the server's header."""
     return policy_of(FOLDER_SCRIPTS, FOLDER_STYLES, has_source=True)
+
+
+def write_report(path: Path, text: str) -> None:
+    """Write a report in any of its forms.
+
+    Raises:
+        TrainctlError: The file cannot be written (exit code 4).
+    """
+    try:
+        # Bytes of a path that are not UTF-8 become escapes, which JSON decodes to the same.
+        write_bytes(path.absolute(), text.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise TrainctlError(
+            f"{path} cannot be written: {error.strerror}", exit_code=ExitCode.environment
+        ) from None
