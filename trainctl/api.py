@@ -1063,20 +1063,18 @@ class Run:
     def stop(self, *, now: bool = False, wait: bool = True) -> RunStatus:
         """Have the run save at its next step and end, on whatever machines it trains.
 
+        Nothing happens to a run that has ended.
+
         Args:
             now: End it at once, without saving.
             wait: Return when it has ended.
-
-        Raises:
-            TrainctlError: It does not run (exit code 5).
         """
         from trainctl.launchers.stop import ask_to_stop, wait_for_end
 
-        if not self._is_live():
-            raise TrainctlError(f"not running: {self.path}", exit_code=ExitCode.run_state)
-        ask_to_stop(self.paths, now=now)
-        if wait:
-            wait_for_end(self.paths, now=now)
+        if self._is_live():
+            ask_to_stop(self.paths, now=now)
+            if wait:
+                wait_for_end(self.paths, now=now)
         return self.status
 
     def logs(

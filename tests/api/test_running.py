@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -325,3 +326,27 @@ def test_the_block_of_the_docs(folder: Path) -> None:
     assert all(torch.equal(loaded[name], stored[name]) for name in stored)
     losses = [tc.Run("runs/a").checkpoint(best=False).evaluate()["loss"], newest.evaluate()["loss"]]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
+def test_the_page_runs_as_printed(folder: Path) -> None:
+    """All blocks of docs/python.md, with a recipe `tiny` that takes seconds."""
+    root = Path(__file__).parents[2]
+    recipe = (root / "recipes" / "tiny.yaml").read_text()
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "tiny.yaml").write_text(
+        recipe.replace("sequence_length: 256", "sequence_length: 32")
+        + "\nmodel: {num_layers: 2, hidden_size: 32, head_dim: 8, intermediate_size: 64}\n"
+        + "data: {max_bytes: 1000000}\n"
+    )
+    page = (root / "docs" / "python.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (folder / "page.py").write_text("\n".join(blocks))
+    done = subprocess.run(
+        [sys.executable, "page.py"], capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert tc.Run("runs/a").status.step == 400
+    assert (folder / "out" / "model.safetensors").is_file()
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
