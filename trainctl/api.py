@@ -113,7 +113,7 @@ def plan(
     return Plan(planned, (*([target] if target else []), *rest), again)
 
 
-def _with_hardware(overrides: Sequence[str], hardware: str | None) -> tuple[str, ...]:
+def _with_hardware(overrides: Sequence[object], hardware: str | None) -> tuple[str, ...]:
     named = [f"hardware={hardware}"] if hardware is not None else []
     return (*map(str, overrides), *named)
 
@@ -710,6 +710,7 @@ _LEAST_BUCKETS = 64
 
 def launch(
     *overrides: Plan | str,
+    hardware: str | None = None,
     run_dir: Place | None = None,
     resume: bool = False,
     force: bool = False,
@@ -728,6 +729,7 @@ def launch(
 
     Args:
         overrides: A plan, or what `plan` takes. Either is checked once more, with its files.
+        hardware: Machines, such as `8xh100-80g`; short for the override `hardware=...`.
         run_dir: Directory of the run; None makes one under `runs/`.
         resume: Resume the run in `run_dir`, with this configuration, if there is one.
         force: Start although the budget does not fit.
@@ -753,7 +755,7 @@ def launch(
     began = time.time()
     if resume and run_dir is None:
         raise TrainctlError("--resume auto needs --run-dir, the directory to look in")
-    composed = with_script_arguments(_composed(overrides, config_dir), script_arguments)
+    composed = with_script_arguments(_composed(overrides, hardware, config_dir), script_arguments)
     paths = start.start_run(
         composed,
         run_dir=_folder(run_dir),
@@ -767,20 +769,22 @@ def launch(
     return Run(paths.root)
 
 
-def _composed(overrides: Sequence[Plan | str], config_dir: Place | None) -> ComposedConfig:
+def _composed(
+    overrides: Sequence[Plan | str], hardware: str | None, config_dir: Place | None
+) -> ComposedConfig:
     """Return the configuration of a plan, or compose what `plan` takes."""
     from trainctl.config.overrides import split_target
     from trainctl.launchers import planning
 
     first, *rest = overrides or ("",)
     if isinstance(first, Plan):
-        if rest or config_dir is not None:
+        if rest or hardware is not None or config_dir is not None:
             raise TrainctlError(
                 "a plan has its overrides and folder already",
                 hint="launch(plan.with_(...)) changes them",
             )
         return first.details.composed
-    target, words = split_target([str(word) for word in overrides])
+    target, words = split_target(_with_hardware(overrides, hardware))
     return planning.compose_target(target, words, _config_dir(config_dir))
 
 

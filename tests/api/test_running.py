@@ -164,6 +164,9 @@ def test_what_is_refused_makes_nothing(folder: Path) -> None:
         (("tiny", "model.num_layers=4000", "model.hidden_size=2048"), ExitCode.does_not_fit),
         ((tc.plan("tiny"), "training.steps=3"), ExitCode.bad_input),
     ]
+    for start in ("tiny", tc.plan("tiny")):
+        with pytest.raises(tc.TrainctlError):
+            tc.launch(start, hardware="900x8xh100-80g")  # not here
     with pytest.raises(tc.TrainctlError, match="the directory to look in"):
         tc.launch("tiny", resume=True)
     for arguments, code in cases:
