@@ -13,9 +13,11 @@ from made_runs import new_run
 
 import trainctl as tc
 from trainctl import api
+from trainctl.config.overrides import expand_sweep
 from trainctl.errors import ExitCode
 from trainctl.examples.parts import write_part
 from trainctl.launchers.planning import compose_config, plan_config
+from trainctl.runs.sweeps import new_sweep
 
 ROOT = Path(__file__).parents[2]
 HARDWARE = "8xh100-80g"
@@ -171,6 +173,21 @@ def test_options_that_come_too_late_are_refused(tmp_path: Path) -> None:
     )
     assert "'kind': 'mine'" in run_python(script, tmp_path)
     assert "comes too late" in run_python(f"import sys; sys.argv += ['late']\n{script}", tmp_path)
+
+
+def test_a_sweep_is_resumed_with_its_own_options(tmp_path: Path) -> None:
+    write_part("optimizer", "mine", tmp_path / "own")
+    swept = ("recipe=tiny", "optimizer=mine", "optimizer.lr=1e-3,1e-4")
+    new_sweep(tmp_path / "sweep", swept, expand_sweep(swept), tmp_path / "own")
+    script = (
+        "import os; os.environ['TRAINCTL_TRUST_CODE'] = '1'\n"
+        "import trainctl as tc\n"
+        "from trainctl.launchers.sweep import SweepObserver\n"
+        "class Watching(SweepObserver):\n"
+        "    def planned(self, points): raise SystemExit(print('planned'))\n"
+        "tc.sweep(sweep_dir='sweep', resume=True, observer=Watching())\n"
+    )
+    assert run_python(script, tmp_path) == "planned\n"
 
 
 THREADS = """

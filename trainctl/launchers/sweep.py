@@ -12,7 +12,7 @@ from types import FrameType
 
 from trainctl.config.compose import ComposedConfig, recompose
 from trainctl.config.overrides import SweepPoint, expand_sweep
-from trainctl.config.registry import function_of
+from trainctl.config.registry import function_of, register_options
 from trainctl.config.secrets import REDACTED
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers.interface import check
@@ -122,6 +122,8 @@ def resume_sweep(
         QueueStopped: A signal ended the queue.
     """
     record = read_sweep(folder)
+    if record.config_dir is not None:
+        register_options(Path(record.config_dir), is_trusted=False)
     with hold_lock(RunPaths(folder)):
         left = remaining_runs(folder)
         observer.remaining(left)
