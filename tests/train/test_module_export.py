@@ -11,7 +11,7 @@ import torch
 from fabricated import fabricate
 from module_cases import module_config, module_section
 from own_module import Bare, Full, Sizes
-from rank_processes import tiny_plan
+from rank_processes import tiny_config, tiny_plan
 from torch import nn
 
 import trainctl as tc
@@ -28,6 +28,7 @@ from trainctl.train.models.loaded import load
 from trainctl.train.models.model import blocks, materialise, skeleton
 from trainctl.train.models.module import ModuleModel
 from trainctl.train.models.module_export import NOT_LOADED
+from trainctl.train.models.trace import trace
 from trainctl.train.models.weights import NonShardableInit, SeedWeights
 
 
@@ -50,7 +51,10 @@ def test_initial_values_are_those_of_the_constructors_or_of_initialize() -> None
     assert all(parameter.is_meta for parameter in bare.parameters())
     assert len(blocks(bare)) == 4
     drawn = SeedWeights.of(module_section("bare", ()), bare, seed=1)
-    for name, parameter in Bare(Sizes()).named_parameters():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = Bare(Sizes())
+    for name, parameter in module.named_parameters():
         values = drawn.read(name, parameter.shape, 0, parameter.numel())
         assert values.mean() == pytest.approx(parameter.mean().item(), abs=0.05), name
         assert values.std() == pytest.approx(parameter.std().item(), abs=0.05), name
@@ -154,6 +158,32 @@ def test_copies_and_other_names_of_a_parameter_start_as_constructors_say() -> No
     constants = {name: law.law.constant() for name, (law,) in laws.items() if law.stop == 4}
     assert constants == {"mixers.0.bias": 3.0, "mixers.1.bias": 5.0, "scale": 7.0}
     assert laws["mixers.1.weight"] == laws["mixers.0.weight"]
+
+
+class Tabled(Computed):
+    """A module that adds a table of fp32, whatever the type of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(64, 8), persistent=False)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mixers[0](self.embed(input_ids) + self.table[position_ids]))
+
+
+def test_products_of_two_types_are_refused_before_the_start() -> None:
+    asked = new_section("model", "module", factory="test_module_export:Tabled")
+    config = tiny_config(precision__compute="bf16", sequence_length=16)
+    config.model = asked
+    with pytest.raises(
+        TrainctlError, match=r"bfloat16 by float32 \(.*test_module_export.py:"
+    ) as found:
+        trace(config)
+    assert "table.to(hidden.dtype)" in str(found.value.hint)
+    for works in ({"engine__kind": "fsdp2"}, {"precision__autocast": True}):
+        config = tiny_config(precision__compute="bf16", sequence_length=16, **works)
+        config.model = asked
+        trace(config)
 
 
 class _Zeros:

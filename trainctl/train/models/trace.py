@@ -8,10 +8,12 @@ it; weights and buffers do not count.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +33,11 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.engines import patch_checks as declared
 from trainctl.engines.patches import ProcessKind
+from trainctl.errors import TrainctlError
 from trainctl.memory.activations import BlockActivations, block_activations
 from trainctl.memory.constants import BYTES
 from trainctl.memory.traced import TracedModel, block_part
+from trainctl.options.engine import engine_of
 from trainctl.options.precision import precision_of
 from trainctl.plans.settings import number_formats
 from trainctl.train.models.anatomy import (
@@ -72,7 +76,8 @@ def trace(config: RunConfig) -> TracedModel:
             anatomy = anatomy_of_built(model, config.model)
             with _cut_module(model, config):
                 recorder = Recorder(model, skip_duplicate_blocks(model))
-                _forward(model, config, recorder)
+                with _OneTypeProducts(config) if _keeps_types(config) else nullcontext():
+                    _forward(model, config, recorder)
             return TracedModel(anatomy=anatomy, block=_mean_of_blocks(recorder, config))
 
 
@@ -86,6 +91,39 @@ def _cut_module(model: PreTrainedModel, config: RunConfig) -> Iterator[None]:
     with other_ranks(count) as axis:
         shard_model(model, whole_pieces(model), axis, sequence_sharded_norms=False)
         yield
+
+
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"}
+"""Operations whose tensors must be of one type on a device. Fake tensors may be of several."""
+
+
+def _keeps_types(config: RunConfig) -> bool:
+    """Whether a module of the user's gets its tensors as it makes them: FSDP2 casts the inputs of
+    blocks.
+    """
+    return config.model.is_module and engine_of(config).takes_json
+
+
+class _OneTypeProducts(TorchDispatchMode):
+    """Dispatch mode that refuses products of tensors of several types."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kinds = {str(each.dtype)[6:] for each in args if isinstance(each, torch.Tensor)}
+        if func.name() in PRODUCTS and len(kinds) > 1:
+            files = (torch.__file__, masking_utils.__file__)
+            between = (*(str(Path(each).parent) for each in files), __file__)
+            own = [f for f in traceback.extract_stack() if not f.filename.startswith(between)]
+            words, factory = " by ".join(sorted(kinds)), self._config.model.factory
+            raise TrainctlError(
+                f"model.factory={factory} multiplies {words} ({own[-1].filename}:{own[-1].lineno})",
+                hint="weights have the type of precision.compute, and buffers the one that the "
+                "module gives them: table.to(hidden.dtype); or precision.autocast=true",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _forward(model: PreTrainedModel, config: RunConfig, recorder: Recorder) -> None:
