@@ -27,7 +27,8 @@ def test_the_launch_names_callback_hook_and_line(
 ) -> None:
     monkeypatch.setattr("trainctl.train.callbacks.order.RankContext", lambda *_, **__: None)
     session: Any = SimpleNamespace(
-        engine=SimpleNamespace(times=SimpleNamespace(plain_part=lambda name: nullcontext()))
+        process=None,
+        engine=SimpleNamespace(times=SimpleNamespace(plain_part=lambda name: nullcontext())),
     )
     entry = CallbackEntry(name="failing", callback=Failing(), is_users=True)
     journal: Any = None

@@ -111,7 +111,7 @@ def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
     with pytest.raises(TrainctlError, match=r"missing \(bitsandbytes\)") as caught:
         codec_of(BaseWeights.nf4, LAYER)
-    assert caught.value.exit_code == ExitCode.environment and "[qlora]" in caught.value.hint
+    assert caught.value.exit_code == ExitCode.environment and "[finetune]" in caught.value.hint
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from trainctl.engines.patches import (
     EXPERTS,
     FSDP2,
     LIGER_LOSS,
+    MODULE,
     MUP,
     RECOMPUTED,
     SELECTIVE,
@@ -126,6 +127,24 @@ _TORCH_USES = (
         why="tensors without values have no address to tell their storages apart by",
         contains="_cdata",
         at=ProcessKind.trace,
+    ),
+    Use(
+        target="torch.autograd.function:FunctionMeta.__init__",
+        how=UseKind.read,
+        why="the collectives of a module's tensor plan are found in its graph",
+        contains="{'_forward_cls': cls}",
+        names=("_forward_cls",),
+        at=ProcessKind.trace,
+        need=MODULE,
+    ),
+    Use(
+        target="torch.testing._internal.distributed.fake_pg:FakeStore",
+        how=UseKind.called,
+        why="a module is cut for tensor ranks in one process, whose collectives do nothing",
+        body="8b18fb25705f",
+        names=("_internal",),
+        at=ProcessKind.trace,
+        need=MODULE,
     ),
 )
 

@@ -85,6 +85,7 @@ OWN_NORM = Need(
 )
 SEQUENCE = Need("parallelism.sequence", lambda config: config.parallelism.sequence > 1)
 ADAPTED = Need("adapter.kind", lambda config: low_rank(config.adapter) is not None)
+MODULE = Need("model.factory", lambda config: config.model.is_module)
 TENSOR = Need("parallelism.tensor", lambda config: config.parallelism.tensor > 1)
 
 RECOMPUTED = Need(

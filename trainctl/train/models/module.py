@@ -54,10 +54,16 @@ class _View:
     """Last linear layer outside the blocks with a row for each token."""
 
 
+class ModuleModelConfig(PretrainedConfig):
+    """What the interface of a transformers model asks of a user's module."""
+
+    model_type = MODEL_TYPE
+
+
 class ModuleModel(PreTrainedModel):
     """View of a user's module with the interface of a transformers model."""
 
-    config_class = PretrainedConfig
+    config_class = ModuleModelConfig
 
     @classmethod
     def of(
@@ -68,8 +74,7 @@ class ModuleModel(PreTrainedModel):
         Args:
             started: Record of its constructors; None for a module whose values are not wanted.
         """
-        config = PretrainedConfig(architectures=[type(module).__name__])
-        config.model_type = MODEL_TYPE
+        config = ModuleModelConfig(architectures=[type(module).__name__])
         for name in ("vocab_size", "hidden_size", "num_attention_heads"):
             setattr(config, name, getattr(model, name))
         config.num_hidden_layers = model.num_layers
