@@ -55,7 +55,7 @@ class _View:
 
 
 class ModuleModelConfig(PretrainedConfig):
-    """What the interface of a transformers model asks of a user's module."""
+    """Configuration of a user's module, as the interface of transformers asks for one."""
 
     model_type = MODEL_TYPE
 
