@@ -31,6 +31,7 @@ QUICK = (
     ("sweep", "recipe=tiny", "optimizer.lr=1e-3,2e-3", "--dry-run"),
     ("runs", "ls"),
     ("data", "plan", "recipe=tiny"),
+    ("new", "model", "own_part"),
 )
 """Command lines that start no training."""
 

@@ -176,6 +176,8 @@ def shown_commands():
 def test_the_examples_run_as_the_page_shows(tmp_path, command):
     for path in EXAMPLES.glob("*.py"):
         shutil.copy(path, tmp_path)
+    if "model.factory=mine:" in command:  # the page says how it is made
+        trainctl("new", "model", "mine", cwd=tmp_path)
     said = trainctl(*command.split(), cwd=tmp_path, **{"PATH": os.environ["PATH"]})
     (run,) = (tmp_path / "runs").iterdir()
     if "factory" in command:
