@@ -61,7 +61,8 @@ def test_configuration_is_inside(wheel: Path) -> None:
         for path in (ROOT / folder).rglob("*.yaml"):
             assert f"trainctl/_shipped/{path.relative_to(ROOT).as_posix()}" in names
     assert {f"trainctl/_shipped/docs/{page}.md" for page in PAGES} <= names
-    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / EXAMPLES).glob("[!_]*/*.*")} <= names
+    examples = (ROOT / EXAMPLES).glob("[!_]*/*.*")
+    assert {path.relative_to(ROOT).as_posix() for path in examples} <= names
     for path in (ROOT / "trainctl").rglob("assets/**/*"):
         assert path.is_dir() or path.relative_to(ROOT).as_posix() in names
     assert not [name for name in names if name.startswith(("tests/", "conf/", "recipes/"))]
