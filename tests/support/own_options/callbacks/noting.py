@@ -17,7 +17,9 @@ class NotingConfig(CallbackConfig):
 
     save_at: int | None = option(None, "Step after which rank 1 asks for a checkpoint.")
     stop_at: int | None = option(None, "Step after which rank 1 asks to stop.")
-    uneven_from: int | None = option(None, "Step from which rank 1 has one number more to sum.")
+    uneven_from: int | None = option(
+        None, "Step from which there is one number more to sum; at step 1, of rank 1 alone."
+    )
     stop_in_agreement: int | None = option(None, "The same, asked in before_agreement.")
 
 
@@ -59,7 +61,9 @@ class Noting(Callback):
         if context.rank == 1 and context.step == self._keys.stop_in_agreement:
             context.request_stop()
         uneven = self._keys.uneven_from
-        more = [0.0] if context.rank == 1 and uneven is not None and context.step >= uneven else []
+        is_uneven = uneven is not None and context.step >= uneven
+        # A rank whose peer has raised may report the lost connection, so later on both raise.
+        more = [0.0] if is_uneven and (context.rank == 1 or context.step > 1) else []
         return [1.0 + context.rank, context.step, *more]
 
     def after_agreement(self, context: Context, sums: Sequence[float]) -> None:
