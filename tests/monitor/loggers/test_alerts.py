@@ -268,7 +268,7 @@ def test_a_program_gets_the_alert_and_no_shell_sees_it(tmp_path: Path) -> None:
     write(run, (kind, {**fields, "cause": "hang"}))
     pid = tmp_path / "heard.pid"
     with following(run, "alerts") as process:
-        wait_for(pid.exists)
+        wait_for(lambda: pid.exists() and pid.read_text())
         os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists())
 
