@@ -952,7 +952,7 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """Its directory."""
+        """Run directory."""
         return self.paths.root
 
     @property
@@ -1210,7 +1210,7 @@ class Checkpoint:
 
     @property
     def path(self) -> Path:
-        """Its folder, which is not verified.
+        """Checkpoint folder, which is not verified.
 
         Raises:
             TrainctlError: There is no such checkpoint (exit code 5).
