@@ -39,7 +39,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         numbers.append(launch.attempt.number)
         return Outcome(exit_code=0, state=State.finished)
 
-    monkeypatch.setattr("trainctl.launchers.local.run_launch", record)
+    monkeypatch.setattr("trainctl.launchers.attempts.run_on_this_machine", record)
     return numbers
 
 

@@ -50,7 +50,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         numbers.append(launch.attempt.number)
         return Outcome(exit_code=0, state=State.finished)
 
-    monkeypatch.setattr("trainctl.launchers.local.run_launch", record)
+    monkeypatch.setattr("trainctl.launchers.attempts.run_on_this_machine", record)
     return numbers
 
 
@@ -252,7 +252,7 @@ def test_a_failure_shows_the_log_and_passes_the_exit_code_on(
         log=Path("rank-1.log"),
         log_tail=("last words",),
     )
-    monkeypatch.setattr("trainctl.launchers.local.run_launch", lambda *_, **__: outcome)
+    monkeypatch.setattr("trainctl.launchers.attempts.run_on_this_machine", lambda *_, **__: outcome)
     assert run(["launch", *SMALL]) == 137
     *said, last = capsys.readouterr().err.splitlines()
     assert said[-5:] == [
@@ -268,10 +268,11 @@ def test_a_failure_shows_the_log_and_passes_the_exit_code_on(
 FAILING = """
 import sys
 from trainctl.cli.main import entry_point
-from trainctl.launchers import local
+from trainctl.launchers import attempts
 from trainctl.launchers.interface import Outcome
 from trainctl.runs.status import State
-local.run_launch = lambda launch: Outcome(exit_code=6, state=State.failed, message="rank 1 died")
+outcome = Outcome(exit_code=6, state=State.failed, message="rank 1 died")
+attempts.run_on_this_machine = lambda launch: outcome
 sys.argv = ["trainctl", "launch", "recipe=tiny", "--run-dir", "r"]
 entry_point()
 """

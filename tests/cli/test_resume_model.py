@@ -25,7 +25,7 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def record(*_: Any, **__: Any) -> Outcome:
         return Outcome(exit_code=0, state=State.finished)
 
-    monkeypatch.setattr("trainctl.launchers.local.run_launch", record)
+    monkeypatch.setattr("trainctl.launchers.attempts.run_on_this_machine", record)
 
 
 def launched(*overrides: str) -> RunPaths:
@@ -120,7 +120,7 @@ def test_no_checkpoint_is_named_where_none_of_them_is_intact(
     def refuse(*_: Any, **__: Any) -> Outcome:
         return Outcome(exit_code=ExitCode.run_state, state=State.failed, hint="--from-start")
 
-    monkeypatch.setattr("trainctl.launchers.local.run_launch", refuse)
+    monkeypatch.setattr("trainctl.launchers.attempts.run_on_this_machine", refuse)
     capsys.readouterr()
     assert run(["resume", "runs/a"]) == ExitCode.run_state
     said = capsys.readouterr().err

@@ -13,8 +13,9 @@ from supervised import make_plan
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launchers.attempts import require_space
 from trainctl.launchers.interface import AttemptRequest
-from trainctl.launchers.local import render, require_space
+from trainctl.launchers.local import render
 from trainctl.plans.settings import DETERMINISTIC_VARIABLES
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand, read_command, write_command

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import socket
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,19 +19,26 @@ from signal import Signals
 from typing import Any
 
 from trainctl.errors import TrainctlError
+from trainctl.hardware.storage import lacking_space
 from trainctl.launchers.interface import (
     Agents,
     AttemptRequest,
     LaunchRequest,
     Outcome,
     RenderedLaunch,
+    render,
 )
-from trainctl.launchers.processes import AgentProcess, Loggers, start_agent, start_with_pdeathsig
+from trainctl.launchers.processes import (
+    Loggers,
+    Process,
+    start_with_pdeathsig,
+    tagged_environment,
+)
 from trainctl.launchers.stop import StopHandler
 from trainctl.plans.types import RunPlan
 from trainctl.runs.checkpoints import clean_temporary, newest_checkpoint
 from trainctl.runs.directory import new_attempt, run_id
-from trainctl.runs.failures import Cause, describe_failure, disk_is_full
+from trainctl.runs.failures import Cause, describe_exit, describe_failure, disk_is_full
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import RunTag, terminate_processes
@@ -37,6 +47,7 @@ from trainctl.runs.status import State, Status, change_status, write_status
 
 FRUITLESS_RESTARTS = 3
 """Restarts in a row without a new checkpoint after which a launch gives up."""
+_LEFTOVER_GRACE_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 
 
@@ -50,6 +61,35 @@ class PreparedAttempt:
     """Tag of its processes; a process on a single node adds the node's number."""
     lock: int
     """Descriptor of the run's lock, which agents inherit."""
+
+
+def run_on_this_machine(launch: LaunchRequest) -> Outcome:
+    """Run an attempt by one agent here, and those that replace it when it fails, to the end.
+
+    Call it in the main thread. SIGINT, SIGTERM and SIGHUP stop every rank, a second one without
+    grace; see `StopHandler` for when SIGTERM saves first. When this returns or raises, no process
+    of the run is left.
+
+    Raises:
+        TrainctlError: The run is in use (5), or its disk has no space for a checkpoint (4).
+    """
+    run = launch.run
+    if launch.checkpoint_bytes is not None:
+        require_space(run.root, launch.checkpoint_bytes)
+    with hold_lock(run):
+        # Finds processes only if an earlier attempt's launcher and agent were killed at once.
+        terminate_processes(RunTag(run_id(run), run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
+        return run_attempts(launch, render=render, start=start_one_agent)
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Raise if the disk of a folder has less free space than `needed_bytes`.
+
+    Raises:
+        TrainctlError: Exit code 4.
+    """
+    for lacking in lacking_space(shutil.disk_usage(folder).free, needed_bytes, str(folder)):
+        raise TrainctlError(lacking.message, hint=lacking.hint, exit_code=lacking.exit_code)
 
 
 def run_attempts(
@@ -94,11 +134,62 @@ def run_attempts(
         return replace(outcome, is_cancelled=stop.is_cancelled)
 
 
+@dataclass(frozen=True, slots=True)
+class AgentProcess:
+    """A single process: the agent of this machine, or one program (srun, mpirun) for all nodes."""
+
+    process: Process
+    log: Path
+    name: str
+    """Name of the process in the message about its death."""
+    node: int | None = None
+    """Number of its node; None if it stands for all of them."""
+    margin_seconds: float = 1.0
+    """Seconds beyond the grace that it may take to end its ranks and itself."""
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.returncode
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def describe_death(self) -> dict[str, Any]:
+        assert self.process.returncode is not None
+        fields = describe_exit(self.process.returncode, self.log)
+        where = f"node {self.node}, " if self.node is not None else ""
+        fields["message"] = f"{self.name} ({where}process {self.process.pid}) {fields['message']}"
+        return {
+            "rank": None,
+            "node": self.node,
+            "host": socket.gethostname(),
+            "pid": self.process.pid,
+            **fields,
+        }
+
+
 def start_one_agent(attempt: PreparedAttempt) -> AgentProcess:
-    """Start the agent of the first node, on this machine."""
+    """Start the first node's agent here, in a session of its own: Ctrl-C reaches only the launcher.
+
+    It inherits the run's lock, and ends when its launcher does.
+    """
     request, node = attempt.request, attempt.rendered.command.nodes[0]
     log = request.attempt.agent_log(0)
-    return start_agent(node, tag=attempt.tag, log=log, lock=attempt.lock, folder=request.folder)
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            node.argv,
+            cwd=request.folder,
+            env=tagged_environment(replace(attempt.tag, node=node.node), node.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            pass_fds=(attempt.lock,),
+        )
+    return AgentProcess(process, log, "the agent", node=node.node)
 
 
 def start_program(

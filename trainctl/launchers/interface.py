@@ -233,7 +233,7 @@ def run_tool(command: Sequence[str]) -> str:
 def launch_function(plan: RunPlan) -> Callable[[LaunchRequest], Outcome]:
     """Return the function that runs a launch of the plan to its end, or gives it to a scheduler.
 
-    See `trainctl.launchers.local.run_launch`.
+    See `trainctl.launchers.attempts.run_on_this_machine`.
     """
     function: Callable[[LaunchRequest], Outcome] = _launcher_function(plan, "build")
     return function

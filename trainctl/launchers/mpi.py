@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from trainctl.errors import ExitCode, Finding
-from trainctl.launchers.attempts import run_attempts, start_program
+from trainctl.launchers.attempts import require_space, run_attempts, start_program
 from trainctl.launchers.config_checks import check_mpi, hosts_in
 from trainctl.launchers.interface import AttemptRequest, LaunchRequest, Outcome, RenderedLaunch
-from trainctl.launchers.local import require_space
 from trainctl.launchers.rank_command import attempt_command, rank_variables
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.mpi import MpiConfig, MpiFlavor

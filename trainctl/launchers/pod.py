@@ -16,9 +16,13 @@ from pathlib import Path
 from trainctl.config.secrets import REDACTED, resolve_variables
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers import kubernetes
-from trainctl.launchers.attempts import PreparedAttempt, run_attempts, start_one_agent
+from trainctl.launchers.attempts import (
+    AgentProcess,
+    PreparedAttempt,
+    run_attempts,
+    start_one_agent,
+)
 from trainctl.launchers.interface import LaunchRequest, RenderedLaunch
-from trainctl.launchers.processes import AgentProcess
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.command import NodeCommand, read_command
 from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan

@@ -1,4 +1,4 @@
-"""Processes of a launch: agents, tied programs, launchers in the background, ssh, loggers.
+"""Processes of a launch: tied programs, launchers in the background, ssh, loggers.
 
 The processes that send a run's metrics to its loggers read the run's records, and the run never
 waits for them. One that dies is restarted. One that has not sent everything a while after the run's
@@ -11,23 +11,19 @@ import os
 import resource
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from trainctl.config.hosts import Host
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.monitor.loggers.delivery import ALERTS, command, read_cursor
 from trainctl.options.launcher.ssh import SshConfig
-from trainctl.runs.command import NodeCommand
-from trainctl.runs.failures import describe_exit
 from trainctl.runs.files import ensure_folder
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import name_holder
@@ -38,64 +34,6 @@ Process = subprocess.Popen[bytes]
 
 CONNECT_SECONDS = 10
 _OPEN_FILES = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class AgentProcess:
-    """A single process: the agent of this machine, or one program (srun, mpirun) for all nodes."""
-
-    process: Process
-    log: Path
-    name: str
-    """Name of the process in the message about its death."""
-    node: int | None = None
-    """Number of its node; None if it stands for all of them."""
-    margin_seconds: float = 1.0
-    """Seconds beyond the grace that it may take to end its ranks and itself."""
-
-    @property
-    def returncode(self) -> int | None:
-        return self.process.returncode
-
-    def poll(self) -> int | None:
-        return self.process.poll()
-
-    def terminate(self) -> None:
-        self.process.terminate()
-
-    def describe_death(self) -> dict[str, Any]:
-        assert self.process.returncode is not None
-        fields = describe_exit(self.process.returncode, self.log)
-        where = f"node {self.node}, " if self.node is not None else ""
-        fields["message"] = f"{self.name} ({where}process {self.process.pid}) {fields['message']}"
-        return {
-            "rank": None,
-            "node": self.node,
-            "host": socket.gethostname(),
-            "pid": self.process.pid,
-            **fields,
-        }
-
-
-def start_agent(
-    node: NodeCommand, *, tag: RunTag, log: Path, lock: int, folder: Path | None
-) -> AgentProcess:
-    """Start an agent on this machine, in a session of its own: Ctrl-C reaches only the launcher.
-
-    It inherits the run's lock, and ends when its launcher does.
-    """
-    with log.open("ab") as stream:
-        process = subprocess.Popen(
-            node.argv,
-            cwd=folder,
-            env=_agent_variables(replace(tag, node=node.node), node.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-            pass_fds=(lock,),
-        )
-    return AgentProcess(process, log, "the agent", node=node.node)
 
 
 def start_with_pdeathsig(
@@ -119,7 +57,7 @@ def start_with_pdeathsig(
     with log.open("ab") as stream:
         return subprocess.Popen(
             [*pdeathsig_command(death_signal), *argv],
-            env=_agent_variables(tag, environment or {}),
+            env=tagged_environment(tag, environment or {}),
             stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -129,7 +67,8 @@ def start_with_pdeathsig(
         )
 
 
-def _agent_variables(tag: RunTag, environment: Mapping[str, str]) -> dict[str, str]:
+def tagged_environment(tag: RunTag, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with more variables, for a process that carries the tag."""
     return {
         **os.environ,
         **environment,

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, Finding, TrainctlError
-from trainctl.launchers.attempts import run_attempts, start_program
+from trainctl.launchers.attempts import AgentProcess, require_space, run_attempts, start_program
 from trainctl.launchers.config_checks import check_path, check_slurm
 from trainctl.launchers.interface import (
     AttemptRequest,
@@ -35,8 +35,6 @@ from trainctl.launchers.interface import (
     run_tool,
     submit,
 )
-from trainctl.launchers.local import require_space
-from trainctl.launchers.processes import AgentProcess
 from trainctl.launchers.rank_command import attempt_command, rank_variables
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig

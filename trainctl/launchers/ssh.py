@@ -88,8 +88,8 @@ def render(request: AttemptRequest, *, group: HostGroup | None = None) -> Render
 def run_launch(launch: LaunchRequest) -> Outcome:
     """Run an attempt on the hosts, and those that replace it, to the end.
 
-    Signals are handled as in `trainctl.launchers.local.run_launch`. After losing a node it restarts
-    on the nodes that are left, or waits for the lost one: see `launcher.min_nodes`.
+    Signals are handled as in `trainctl.launchers.attempts.run_on_this_machine`. After losing a node
+    it restarts on the nodes that are left, or waits for the lost one: see `launcher.min_nodes`.
 
     Raises:
         TrainctlError: The run is in use (5), the hostfile is wrong (2), or the hosts are not what

@@ -17,8 +17,8 @@ from typing import Any
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, RunFailed, TrainctlError
+from trainctl.launchers.attempts import require_space
 from trainctl.launchers.interface import LaunchRequest, Outcome, has_scheduler, launch_function
-from trainctl.launchers.local import require_space
 from trainctl.launchers.planning import (
     PlannedConfig,
     checkpoint_bytes,

@@ -39,10 +39,10 @@ def check_config(config: Any, hardware: Any) -> list[Finding]:
 
 def run_launch(launch: Any) -> Any:
     """Start an agent on this machine, and note the size of the fleet."""
-    from trainctl.launchers import local
+    from trainctl.launchers.attempts import run_on_this_machine
 
     (launch.run.root / "fleet.txt").write_text(str(launch.plan.config.launcher.fleet_size))
-    return local.run_launch(launch)
+    return run_on_this_machine(launch)
 
 
 SPEC = Launcher(

@@ -8,7 +8,7 @@ from trainctl.options.launcher import Launcher
 SPEC = Launcher(
     name="local",
     keys=LauncherConfig,
-    build="trainctl.launchers.local:run_launch",
+    build="trainctl.launchers.attempts:run_on_this_machine",
     render="trainctl.launchers.local:render",
     check="trainctl.launchers.local:check",
     several_nodes=False,
