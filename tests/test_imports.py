@@ -27,8 +27,9 @@ ORDER = [
     {"runs"},
     {"data", "records"},
     {"engines"},
-    {"monitor"},
+    {"monitor", "mirror"},
     {"train"},
+    {"migration"},
     {"launchers"},
     {"examples"},
     {"api"},
@@ -95,7 +96,7 @@ def _users(package: str) -> set[str]:
 
 @pytest.mark.parametrize("package", HEAVY)
 def test_only_the_torch_side_imports(package: str) -> None:
-    rooms = {"engines", "train", "launchers", "examples"}
+    rooms = {"engines", "train", "migration", "launchers", "examples"}
     if package == "transformers":
         rooms |= {"data"}  # whose chat templates and tokenizers it has
     # What ranks load and export, and types of a protocol, which are not imported when it runs.

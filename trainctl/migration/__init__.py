@@ -1,0 +1,1 @@
+"""Configurations and checkpoints of other trainers: read, converted, and written back."""
