@@ -1247,16 +1247,18 @@ class Checkpoint:
         self,
         out: Place,
         *,
+        to: str = "transformers",
         dtype: str | None = None,
         weights: str = "raw",
         adapter: bool | None = None,
         shard_size: str | int | None = None,
         progress: WorkProgress | None = None,
     ) -> dict[str, Any]:
-        """Write a directory that transformers loads.
+        """Write a directory that transformers loads, or another format.
 
         Args:
             out: A new or empty folder.
+            to: Format, as `trainctl export --to` names it.
             dtype: `fp32`, `bf16` or `fp16`; None is the format that the run trains in.
             weights: `raw`, or `ema` for their moving average.
             adapter: True writes the adapter alone, as PEFT loads it; otherwise it is merged into
@@ -1271,7 +1273,7 @@ class Checkpoint:
             TrainctlError: The checkpoint is damaged (5), or the folder is not empty (2).
         """
         from trainctl.config.quantities import in_unit
-        from trainctl.launchers import offline
+        from trainctl.launchers.export import export
 
         _require_one_of("dtype", dtype, _DTYPES)
         size = None
@@ -1281,9 +1283,10 @@ class Checkpoint:
                 raise TrainctlError(
                     f"--shard-size {shard_size} is no size", hint="--shard-size 2GB"
                 )
-        return offline.export(
+        return export(
             self._choice(weights, "auto", progress),
             Path(out),
+            to=to,
             dtype=dtype,
             adapter=adapter,
             shard_bytes=None if size is None else int(size),
@@ -1439,7 +1442,7 @@ def load(
     """
     from tempfile import TemporaryDirectory
 
-    from trainctl.train.checkpoint.loading import load_export, load_run_export
+    from trainctl.train.export.loading import load_export, load_run_export
 
     _require_one_of("dtype", dtype, _DTYPES)
     if isinstance(run, Checkpoint) and (step is not None or best):

@@ -12,7 +12,7 @@ from memory_probe import status_bytes
 
 from trainctl.config.codec import from_plain
 from trainctl.config.schema import RunConfig
-from trainctl.train.checkpoint.export import export
+from trainctl.train.export.directory import export
 from trainctl.train.models.model import skeleton
 
 

@@ -27,11 +27,11 @@ from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
 from trainctl.runs.records import read_events
-from trainctl.train.adapters.export import export_adapter, peft_config
 from trainctl.train.adapters.layers import LoraLayer, apply_adapter, attach, initial_adapter
-from trainctl.train.checkpoint.export import export
 from trainctl.train.data import held_out_data
 from trainctl.train.evaluation import evaluate_sources
+from trainctl.train.export.adapter import export_adapter, peft_config
+from trainctl.train.export.directory import export
 from trainctl.train.models.frozen_base import FullModel, OverlayWeights, recorded_base
 from trainctl.train.models.loaded import load
 from trainctl.train.models.model import TORCH_TYPES, materialise, skeleton, transformers_config
@@ -99,7 +99,7 @@ def test_a_scale_that_peft_does_not_know_is_in_its_alpha(monkeypatch) -> None:
     section.rank, section.alpha = 4, 10.0
     for power, is_rooted, alpha in ((1.0, False, 10.0), (0.5, True, 10.0), (0.0, False, 40.0)):
         spec = Adapter(name="lora", keys=type(section), rank_power=power)
-        monkeypatch.setattr("trainctl.train.adapters.export.spec_of", lambda _, spec=spec: spec)
+        monkeypatch.setattr("trainctl.train.export.adapter.spec_of", lambda _, spec=spec: spec)
         written = peft_config(section, (), (), {"kind": "seed"})
         assert (written["use_rslora"], written["lora_alpha"]) == (is_rooted, alpha)
         assert alpha / 4 ** (0.5 if is_rooted else 1) == spec.scale(section)
@@ -244,7 +244,7 @@ def test_a_bias_that_trained_beside_its_layer_s_adapter_is_in_the_merged_model_a
     run = RunPaths(tmp_path / "run")
     run.root.mkdir()
     checkpoint = fabricate(run, config.model)
-    monkeypatch.setattr("trainctl.train.adapters.export.adapter_of", lambda _: config.adapter)
+    monkeypatch.setattr("trainctl.train.export.adapter.adapter_of", lambda _: config.adapter)
     with pytest.raises(TrainctlError, match=r"0\.attn\.c_attn\.bias was trained") as caught:
         export_adapter(config, checkpoint, tmp_path / "adapter", dtype=torch.float32)
     assert "merged" in caught.value.hint and not (tmp_path / "adapter").exists()

@@ -18,8 +18,8 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import write_manifest
 from trainctl.runs.records import read_events
 from trainctl.train.checkpoint.content import CheckpointReader
-from trainctl.train.checkpoint.export import export
 from trainctl.train.evaluation import inference
+from trainctl.train.export.directory import export
 from trainctl.train.models.loaded import load
 
 STEPS, LR = 3, 1e-3

@@ -17,9 +17,9 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.checkpoint.content import CheckpointReader
-from trainctl.train.checkpoint.export import export
 from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER
 from trainctl.train.evaluation import inference
+from trainctl.train.export.directory import export
 from trainctl.train.models.loaded import load
 from trainctl.train.models.model import skeleton
 from trainctl.train.models.weights import SeedWeights

@@ -29,9 +29,9 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.checkpoint.export import export
 from trainctl.train.data import PackedDataset
 from trainctl.train.evaluation import evaluate, inference
+from trainctl.train.export.directory import export
 from trainctl.train.models.loaded import LoadedModel, load
 
 STEPS = 3

@@ -22,12 +22,12 @@ from trainctl.plans.flops import flops_per_token
 from trainctl.plans.optimizers import parameter_groups
 from trainctl.plans.shapes import count_parameters
 from trainctl.runs.layout import RunPaths
-from trainctl.train.checkpoint.export import export
+from trainctl.train.export.directory import export
+from trainctl.train.export.module import NOT_LOADED
 from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.loaded import load
 from trainctl.train.models.model import blocks, materialise, skeleton
 from trainctl.train.models.module import ModuleModel
-from trainctl.train.models.module_export import NOT_LOADED
 from trainctl.train.models.trace import trace
 from trainctl.train.models.weights import NonShardableInit, SeedWeights
 

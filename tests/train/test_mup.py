@@ -22,9 +22,9 @@ from trainctl.plans.mup import check_multipliers, multipliers
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.checkpoint.export import export
 from trainctl.train.data import PackedDataset
 from trainctl.train.evaluation import evaluate, inference
+from trainctl.train.export.directory import export
 from trainctl.train.models.loaded import load
 from trainctl.train.models.model import skeleton
 from trainctl.train.models.weights import SeedWeights

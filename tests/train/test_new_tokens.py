@@ -16,7 +16,7 @@ from trainctl.config.compose import compose
 from trainctl.errors import TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
-from trainctl.train.checkpoint.export import export
+from trainctl.train.export.directory import export
 from trainctl.train.models.new_tokens import add_tokens
 
 NEW = ["<|call|>", "<|end|>"]

@@ -18,8 +18,8 @@ from trainctl.data.tokenizer import FileTokenizer, load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.checkpoint.export import export
 from trainctl.train.evaluation import prompts_of, sampled_ids
+from trainctl.train.export.directory import export
 
 OVER = UNMARKED.replace("<|im_end|>", "<s>")
 """A template whose turns end otherwise than documents."""

@@ -26,7 +26,7 @@ from trainctl.models.hf_weights import persistent_buffers
 from trainctl.plans.identity import model_description
 from trainctl.plans.optimizers import parameter_groups as plan_groups
 from trainctl.runs.manifest import FORMAT, write_manifest
-from trainctl.train.checkpoint.export import export
+from trainctl.train.export.directory import export
 from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.model import materialise, skeleton, whole_pieces
 from trainctl.train.models.weights import SafetensorsWeights, SeedWeights, parameter_initializers

@@ -25,11 +25,11 @@ from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
 from trainctl.train.adapters import quantized
-from trainctl.train.adapters.export import export_adapter
 from trainctl.train.adapters.layers import initial_adapter
 from trainctl.train.adapters.quantized import DequantizedWeights, QuantizedWeights, codec_of
-from trainctl.train.checkpoint.export import export
 from trainctl.train.data import TrainingData
+from trainctl.train.export.adapter import export_adapter
+from trainctl.train.export.directory import export
 from trainctl.train.models.loaded import load
 from trainctl.train.objectives.loss import summed_cross_entropy
 

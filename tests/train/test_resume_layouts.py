@@ -21,7 +21,7 @@ from elsewhere import (
 from transformers import AutoModelForCausalLM
 
 from trainctl.runs import checkpoints
-from trainctl.train.checkpoint.export import export
+from trainctl.train.export.directory import export
 
 
 def exported_logits(run, plan, folder: Path) -> torch.Tensor:

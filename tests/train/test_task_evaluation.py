@@ -22,7 +22,7 @@ from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.callbacks.task_evaluation import undisturbed_random
-from trainctl.train.checkpoint.export import export
+from trainctl.train.export.directory import export
 from trainctl.train.tasks import TaskRequest, manager_of, rows_of_tasks
 
 LENGTH, STEPS = 32, 4

@@ -20,6 +20,7 @@ from trainctl.cli.console import (
 )
 from trainctl.config.quantities import count_text
 from trainctl.errors import TrainctlError
+from trainctl.launchers.export import TARGETS
 
 
 class ExportType(StrEnum):
@@ -30,6 +31,10 @@ class ExportType(StrEnum):
     fp16 = "fp16"
 
 
+Format = Annotated[
+    str,
+    typer.Option("--to", metavar="FORMAT", help=f"Format: {', '.join(TARGETS)}."),
+]
 ShardSize = Annotated[
     str | None,
     typer.Option(
@@ -45,6 +50,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
     step: Step = None,
     best: Best = False,
+    to: Format = "transformers",
     dtype: Annotated[
         ExportType | None,
         typer.Option(
@@ -63,7 +69,7 @@ def export(
     shard_size: ShardSize = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as a directory that transformers loads.
+    """Write a checkpoint as a directory that transformers loads, or in another format.
 
     Of an adapter: merged into its base, or alone as PEFT's directory.
 
@@ -77,6 +83,7 @@ def export(
             .checkpoint(step, best=best, warn=print_warning)
             .export(
                 out,
+                to=to,
                 dtype=dtype.value if dtype is not None else None,
                 weights=weights.value,
                 adapter=adapter if adapter or merge else None,
@@ -93,7 +100,7 @@ def export(
     print_data(
         f"exported {result['checkpoint']}{average} to {out}: "
         f"{count_text(result['parameters'])} parameters, "
-        f"{size_text(result['bytes'])} of {result['dtype']}"
+        f"{size_text(result['bytes'])}" + (f" of {result['dtype']}" if "dtype" in result else "")
     )
 
 

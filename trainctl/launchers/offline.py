@@ -1,4 +1,4 @@
-"""Work on the weights of a run outside training: evaluation, samples, export, added tokens.
+"""Work on the weights of a run outside training: evaluation, samples, added tokens.
 
 Each function runs a task of `trainctl.train.offline` in a process of its own, because the command
 line loads no torch.
@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.extras import install_command
-from trainctl.config.store import load_config
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.adapter import low_rank
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.checkpoint_selection import Progress, Warn, choose_checkpoint
 from trainctl.runs.layout import RunPaths
@@ -84,7 +82,7 @@ def evaluate(choice: WeightsChoice, *, samples: int | None = None) -> dict[str, 
     `samples` is the number of held-out samples; None takes the run's own.
     """
     options = [] if samples is None else ["--samples", str(samples)]
-    return _run_task("evaluate", choice, options)
+    return run_task("evaluate", choice, options)
 
 
 def evaluate_tasks(choice: WeightsChoice, tasks: TaskSettings) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def evaluate_tasks(choice: WeightsChoice, tasks: TaskSettings) -> dict[str, Any]
         if value is not None:
             options.append(f"--{option}={value}")
     options += ["--chat"] if tasks.chat else []
-    found = _run_task("tasks", choice, options, chat=tasks.chat)
+    found = run_task("tasks", choice, options, chat=tasks.chat)
     record = {name: value for name, value in found.items() if name != "run"}
     try:
         with EventWriter(choice.run.events, effective_attempt(choice.run).number) as writer:
@@ -160,39 +158,7 @@ def sample(
         options.append("--chat" if chat else "--no-chat")
     if system is not None:
         options.append(f"--system={system}")
-    return _run_task("sample", choice, options, prompt=prompt, temperature=temperature)
-
-
-def export(
-    choice: WeightsChoice,
-    out: Path,
-    *,
-    dtype: str | None = None,
-    adapter: bool | None = None,
-    shard_bytes: int | None = None,
-) -> dict[str, Any]:
-    """Write a checkpoint as a directory that transformers loads.
-
-    Args:
-        out: A new or empty folder.
-        dtype: Number format of the weights; None takes the one that the run trains in.
-        adapter: True writes the adapter alone, False requires one to merge; None merges any.
-        shard_bytes: Largest file of weights.
-
-    Raises:
-        TrainctlError: The folder is not empty, or the run has no adapter.
-    """
-    run = choice.run
-    if adapter is not None and low_rank(load_config(run.config).adapter) is None:
-        raise TrainctlError(
-            f"{run.root} has no adapter: its checkpoints hold the model's own weights",
-            hint="leave the option out",
-        )
-    require_new(out)
-    options = [] if dtype is None else ["--dtype", dtype]
-    options += ["--adapter"] if adapter else []
-    options += ["--shard-bytes", str(shard_bytes)] if shard_bytes else []
-    return _run_task("export", choice, options, positional=[out], has_device=False)
+    return run_task("sample", choice, options, prompt=prompt, temperature=temperature)
 
 
 def add_tokens(
@@ -224,7 +190,7 @@ def require_new(out: Path) -> None:
         )
 
 
-def _run_task(
+def run_task(
     task: str,
     choice: WeightsChoice,
     options: Sequence[str],

@@ -16,8 +16,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 DEVICES = ("auto", "cpu", "cuda")
-TYPES = ("fp32", "bf16", "fp16")
 WEIGHTS = ("raw", "ema")
 
 
@@ -91,9 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         task.add_argument("--device", choices=DEVICES, default="auto")
     export = tasks.add_parser("export", parents=[common])
     export.add_argument("out", type=Path)
-    export.add_argument("--dtype", choices=TYPES)
-    export.add_argument("--adapter", action="store_true")
-    export.add_argument("--shard-bytes", type=int)
+    export.add_argument("--function", required=True)
+    export.add_argument("--options", type=json.loads, default={})
     tasks_of = tasks.add_parser("tasks", parents=[common])
     tasks_of.add_argument("--name", action="append", required=True)
     tasks_of.add_argument("--include", type=Path)
@@ -256,27 +254,26 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
 
 def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from trainctl.plans.settings import number_formats
-    from trainctl.train.adapters.export import export_adapter
-    from trainctl.train.checkpoint.export import SHARD_BYTES, export
     from trainctl.train.models.model import TORCH_TYPES
 
-    names = {kind.value: dtype for kind, dtype in TORCH_TYPES.items()}
-    dtype = arguments.dtype or number_formats(plan.config.precision).weights.value
-    if arguments.adapter:
-        make = export_adapter
-    else:
-        make = partial(export, shard_bytes=arguments.shard_bytes or SHARD_BYTES)
-    exported = make(
+    given = {name: value for name, value in arguments.options.items() if value is not None}
+    dtype = given.get("dtype")
+    if "dtype" in arguments.options:
+        dtype = dtype or number_formats(plan.config.precision).weights.value
+        given["dtype"] = {kind.value: each for kind, each in TORCH_TYPES.items()}.get(dtype, dtype)
+    if "weights" in given:
+        given["weights"] = _state_name(arguments)
+    out = arguments.out.resolve()
+    exported = resolve_name(arguments.function)(
         plan.config,
         arguments.checkpoint,
-        arguments.out.resolve(),
-        dtype=names[dtype],
-        weights=_state_name(arguments),
+        out,
         progress=lambda done, total: progress("exporting", done, total),
+        **given,
     )
     return {
-        "out": str(arguments.out.resolve()),
-        "dtype": dtype,
+        "out": str(out),
+        **({"dtype": dtype} if dtype else {}),
         "files": exported.files,
         "bytes": exported.size_bytes,
         "parameters": exported.num_parameters,
@@ -290,8 +287,8 @@ def _evaluate_tasks(
     from trainctl.options.tokenizer import spec_of
     from trainctl.plans.settings import number_formats
     from trainctl.runs.manifest import read_manifest
-    from trainctl.train.checkpoint.export import export
     from trainctl.train.evaluation import first_source
+    from trainctl.train.export.directory import export
     from trainctl.train.models.loaded import choose_device
     from trainctl.train.models.model import TORCH_TYPES
     from trainctl.train.tasks import TaskRequest, evaluate_tasks, manager_of

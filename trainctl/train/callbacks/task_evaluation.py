@@ -26,8 +26,8 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.callbacks import Callback, Context
 from trainctl.options.callbacks.task_evaluation import TaskEvaluationConfig
 from trainctl.plans.settings import number_formats
-from trainctl.train.checkpoint.export import write_all_but_weights
 from trainctl.train.evaluation import first_source, inference
+from trainctl.train.export.directory import write_all_but_weights
 from trainctl.train.models.model import TORCH_TYPES, skeleton, with_portable_attention
 from trainctl.train.tasks import TaskRequest, manager_of, rows_of_tasks
 

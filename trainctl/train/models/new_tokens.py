@@ -26,7 +26,7 @@ from trainctl.models.tensors import INDEX, WIDTHS, StoredTensor, stored_tensors
 from trainctl.models.tokenizer_files import read_facts
 from trainctl.runs.files import write_json
 from trainctl.train.checkpoint.content import write_stream
-from trainctl.train.checkpoint.export import new_folder
+from trainctl.train.export.output import new_folder
 from trainctl.train.models.model import skeleton, with_portable_attention
 
 ROWS = 1 << 12

@@ -29,8 +29,8 @@ from trainctl.plans.trainable import (
 )
 from trainctl.runs.files import write_json
 from trainctl.train.checkpoint.content import CheckpointReader, write_stream
-from trainctl.train.checkpoint.export import ExportedCheckpoint, new_folder
 from trainctl.train.checkpoint.optimizer_state import MASTER
+from trainctl.train.export.output import ExportedCheckpoint, new_folder
 from trainctl.train.models.frozen_base import adapter_of
 
 PREFIX = "base_model.model."

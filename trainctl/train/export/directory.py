@@ -7,14 +7,9 @@ have the names and the layout in which transformers publishes the architecture
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,23 +17,22 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.quantities import disk_text
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig
 from trainctl.data.tokenizer import load_tokenizer
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Read, Unit, persistent_buffers, published_units
 from trainctl.models.tensors import INDEX, ONE_FILE
 from trainctl.options.adapter import low_rank
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
-from trainctl.runs.files import sync_directory, write_json
-from trainctl.runs.processes import is_alive
+from trainctl.runs.files import write_json
 from trainctl.train.adapters.layers import MergedWeights
 from trainctl.train.checkpoint.content import CheckpointReader, write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import first_source, prompts_of
+from trainctl.train.export.module import NOT_LOADED, write_module_file
+from trainctl.train.export.output import ExportedCheckpoint, new_folder
 from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
 from trainctl.train.models.model import fold_multipliers, skeleton, with_portable_attention
-from trainctl.train.models.module_export import NOT_LOADED, write_module_file
 from trainctl.train.models.weights import WeightSource
 
 SHARD_BYTES = 5 * 10**9
@@ -46,20 +40,6 @@ SHARD_BYTES = 5 * 10**9
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Special token ids in `config.json`. They are not part of the shape, but sampling needs them."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedCheckpoint:
-    """Result of an export."""
-
-    files: list[str]
-    """Names of the files in the folder, sorted."""
-    size_bytes: int
-    """Size of the weights."""
-    num_parameters: int
-    """Number of parameters; tied ones count once."""
-    notes: list[str]
-    """Remarks to show the user."""
 
 
 def export(
@@ -122,51 +102,6 @@ def export(
         num_parameters=sum(shape.numel() for shape in shapes.values()),
         notes=notes,
     )
-
-
-@contextmanager
-def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `out` on success and removed on failure.
-
-    Raises:
-        TrainctlError: `out` exists and is not empty, or it cannot be written (exit code 4).
-    """
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(out)
-        free_bytes = shutil.disk_usage(out.parent).free
-        if free_bytes < needed_bytes:
-            sizes = f"{disk_text(needed_bytes)} are needed and {disk_text(free_bytes)} free"
-            raise OSError(errno.ENOSPC, sizes)
-        folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-        folder.mkdir()
-        try:
-            yield folder
-            sync_directory(folder)
-            folder.rename(out)  # an empty folder is replaced, any other refused
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        sync_directory(out.parent)
-    except FileNotFoundError:  # the checkpoint was rotated away
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise TrainctlError(f"{out} exists and is not an empty folder") from None
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise TrainctlError(
-            f"cannot export to {out}: {error.strerror}",
-            hint="free space, or name a folder on another disk" if full else "",
-            exit_code=ExitCode.environment,
-        ) from None
-
-
-def _remove_leftovers(out: Path) -> None:
-    """Remove the temporary folders of killed exports to the same folder."""
-    for path in out.parent.iterdir():
-        match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.tmp", path.name)
-        if match is not None and not is_alive(int(match[1])):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _split_into_files(

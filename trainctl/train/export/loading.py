@@ -17,7 +17,7 @@ from trainctl.options.tokenizer import spec_of
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import read_record
 from trainctl.runs.layout import RunPaths
-from trainctl.train.models.module_export import is_module_export, load_module
+from trainctl.train.export.module import is_module_export, load_module
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

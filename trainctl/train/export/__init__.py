@@ -1,0 +1,1 @@
+"""Exports of checkpoints: formats that other programs load."""
