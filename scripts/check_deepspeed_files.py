@@ -33,12 +33,12 @@ from trainctl.config.json_file import read_json
 from trainctl.config.schema import Accelerator
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
+from trainctl.migration.configs.import_json import BATCH, ImportResult, import_json, world_size_of
 from trainctl.plans.deepspeed import flatten
 from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, JsonContext
 from trainctl.rules.registry import JSON_RULES, CheckedFile, check_file, check_json
 from trainctl.rules.resolve import resolve
 from trainctl.rules.rule import Enforcement
-from trainctl.tuning.import_json import BATCH, ImportResult, import_json, world_size_of
 
 TOGETHER = 50
 """Files loaded by one child process: importing DeepSpeed takes a child some seconds."""

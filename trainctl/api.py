@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trainctl.launchers.start import Observer
     from trainctl.launchers.sweep import SweepObserver
     from trainctl.memory.budget import MemoryBudget
+    from trainctl.migration.configs.result import ImportResult
     from trainctl.rules.registry import CheckedFile
     from trainctl.runs.listing import RunStatus
     from trainctl.runs.records import EventFollower
@@ -55,6 +56,7 @@ __all__ = [
     "add_tokens",
     "check_deepspeed",
     "check_machine",
+    "import_config",
     "launch",
     "list_recipes",
     "list_runs",
@@ -661,6 +663,29 @@ def check_deepspeed(
 
     described = _with_hardware(overrides, hardware)
     return check_deepspeed_file(Path(file), described, world_size=world_size, model=_folder(model))
+
+
+def import_config(
+    file: Place, *, tool: str | None = None, world_size: int | None = None
+) -> ImportResult:
+    """Convert a configuration of another trainer to overrides, or to a recipe.
+
+    Args:
+        file: DeepSpeed's JSON, or a YAML, JSON or TOML file of a program that has a table.
+        tool: The program, such as `axolotl`; None detects it by the file's keys.
+        world_size: Number of ranks that its batch sizes are for; None takes what the file says.
+
+    Returns:
+        The result: `overrides`, `recipe` as text, `carried` and `left_out` for the file's keys, and
+        in `missing` what must be added before the recipe validates.
+
+    Raises:
+        TrainctlError: The file cannot be read, is of no known program or of several, or is not
+            valid for DeepSpeed.
+    """
+    from trainctl.migration.configs.import_file import import_file
+
+    return import_file(Path(file), tool=tool, world_size=world_size)
 
 
 def check_machine(

@@ -12,12 +12,12 @@ from plan_cases import config_with, gpus
 from trainctl.config.codec import to_plain
 from trainctl.config.keys import leaves
 from trainctl.config.schema import RunConfig
+from trainctl.migration.configs.import_values import wanted_values
 from trainctl.plans.deepspeed import derived_settings, nest_settings
 from trainctl.plans.deepspeed_table import SOURCES, TABLE, Modes
 from trainctl.plans.types import Batch, Mesh
 from trainctl.rules.deepspeed.case import Case, JsonContext
 from trainctl.rules.deepspeed_schema import load
-from trainctl.tuning.import_values import wanted_values
 
 RANKS = 4
 MESH = Mesh(data=RANKS, tensor=1, pipeline=1, sequence=1)

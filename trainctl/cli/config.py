@@ -28,10 +28,9 @@ from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
 from trainctl.launchers.config_questions import explain_value, read_compared
 from trainctl.launchers.planning import compose_target
+from trainctl.migration.configs.result import ImportResult, LeftOutKey, Why
 from trainctl.rules.deepspeed_schema import deepspeed_schema
 from trainctl.tuning.config_diff import ComparedConfig, Difference, compare
-from trainctl.tuning.import_json import ImportResult, import_file
-from trainctl.tuning.recipes import import_recipe
 
 SIDE = "A recipe, a run directory (or one of its attempts/N), or a file of DeepSpeed's JSON."
 
@@ -41,14 +40,25 @@ app = typer.Typer(
 
 
 @app.command("import")
-def import_json(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="DeepSpeed JSON file.")],
+def import_config(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Configuration file: JSON, YAML or TOML."),
+    ],
+    tool: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="TOOL",
+            help="Program that the file is for; default: detected by its keys.",
+        ),
+    ] = None,
     world_size: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=1,
-            help="World size that its batch sizes are for; default: derived from them.",
+            help="World size that its batch sizes are for; default: derived from the file.",
         ),
     ] = None,
     as_recipe: Annotated[
@@ -56,34 +66,59 @@ def import_json(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the choices and overrides that render back to a DeepSpeed JSON.
+    """Print the choices and overrides for a configuration of another program.
 
-    What trainctl has no key for becomes deepspeed.*; what it derives itself is left out, and said
-    on stderr.
+    The program is DeepSpeed, accelerate, the Trainer (TrainingArguments), Axolotl, LLaMA-Factory,
+    GPT-NeoX or torchtitan. What is not carried over is said on stderr, with the nearest that there
+    is; so is what the result lacks. What trainctl has no key for in DeepSpeed's JSON becomes
+    deepspeed.*.
 
-    Example: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml
+    Examples: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml;
+    trainctl config import axolotl.yaml
     """
-    imported, findings = import_file(file, world_size)
-    show_findings(findings)
+    imported = api.import_config(file, tool=tool, world_size=world_size)
+    show_findings([each for each in imported.findings if not each.is_error])
+    idle = [each for each in imported.left_out if each.why is Why.ignored]
     for left in imported.left_out:
-        print_message(f"left out: {left.key}={dumps(left.value)}: {left.reason}", style="warning")
+        if left.why is not Why.ignored:
+            print_message(_left_out_line(left), style="warning")
+    if idle:
+        print_message(f"no effect here: {', '.join(each.key for each in idle)}")
+    for finding in imported.missing:
+        hint = f" ({finding.hint})" if finding.hint else ""
+        print_message(f"missing: {finding.key}: {finding.message}{hint}", style="warning")
     if as_json:
         print_json(_import_json_document(imported))
     elif as_recipe:
-        print_data(import_recipe(imported, file))
+        print_data(imported.recipe)
     else:
         for override in imported.overrides:
             print_data(quote(override))
 
 
+def _left_out_line(left: LeftOutKey) -> str:
+    head = {Why.unknown: "unknown", Why.default: "differs by default"}.get(left.why, "left out")
+    nearest = f"; nearest: {left.nearest}" if left.nearest else ""
+    return f"{head}: {left.key}={dumps(left.value, default=str)}: {left.reason}{nearest}"
+
+
 def _import_json_document(imported: ImportResult) -> dict[str, Any]:
     return {
         "schema": 1,
+        "tool": imported.tool,
         "overrides": imported.overrides,
+        "carried": list(imported.carried),
         "left_out": [
-            {"key": left.key, "value": left.value, "reason": left.reason}
+            {
+                "key": left.key,
+                "value": left.value,
+                "reason": left.reason,
+                "nearest": left.nearest,
+                "why": left.why.value,
+            }
             for left in imported.left_out
         ],
+        "missing": [finding.to_json() for finding in imported.missing],
     }
 
 

@@ -1,4 +1,4 @@
-"""Recipes of a found plan and of an imported DeepSpeed JSON: base, chosen options, and set keys."""
+"""Recipes as text: base, chosen options, and set keys; such as that of a found plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from trainctl.config.overrides import ALIASES
 from trainctl.config.quantities import seconds_text
 from trainctl.config.schema import GROUPS
 from trainctl.errors import TrainctlError
-from trainctl.tuning.import_json import ImportResult
 from trainctl.tuning.search import FoundPlan, Search
 
 
@@ -97,13 +96,6 @@ def launch_command(path: Path, config_dir: Path | None) -> str:
     if config_dir is not None or any((folder / name).is_dir() for name in ("conf", "recipes")):
         return f"trainctl launch recipe={quote(path.stem)} (from a folder of recipes/)"
     return f"trainctl launch --config-dir {quote(str(path.parent))} recipe={quote(path.stem)}"
-
-
-def import_recipe(imported: ImportResult, file: Path) -> str:
-    """Return the import of a DeepSpeed JSON as a recipe that extends `base`."""
-    passed = {f"deepspeed.{key}": value for key, value in imported.passed.items()}
-    settings = {**imported.settings, **passed}
-    return recipe_text([f"Imported from {file.name}."], BASE, imported.choices, settings)
 
 
 def _has_key(plain: Any, key: str) -> bool:

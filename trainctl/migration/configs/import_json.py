@@ -7,7 +7,7 @@ are passed through as `deepspeed.*`; keys that trainctl derives are left out and
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ from trainctl.config.compose import compose
 from trainctl.config.json_file import read_json
 from trainctl.config.keys import as_override
 from trainctl.config.schema import RunConfig, walk_leaves
-from trainctl.errors import Finding, TrainctlError
+from trainctl.errors import TrainctlError
+from trainctl.migration.configs.import_values import RECOMPUTE, wanted_values
+from trainctl.migration.configs.result import ConvertedKeys, ImportResult, LeftOutKey
 from trainctl.plans.deepspeed import flatten
 from trainctl.plans.deepspeed_table import MIN_ONE_KEYS, TABLE, WORDS, Modes, at_least_one
 from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, is_whole
 from trainctl.rules.passed_keys import PASS_THROUGH_KEYS, entry_of, idle_reason, owner_of
 from trainctl.rules.registry import check_file
 from trainctl.rules.resolve import resolve
-from trainctl.tuning.import_values import RECOMPUTE, ConvertedKeys, wanted_values
 
 TRAINCTL_KEYS = {
     "steps_per_print": "trainctl reports itself",
@@ -34,38 +35,6 @@ TRAINCTL_KEYS = {
     "seq_parallel_communication_data_type": "precision.communication says it",
 }
 """Keys that trainctl sets by itself, each with the reason for not importing it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOutKey:
-    """JSON key that is not imported, with its value and the reason."""
-
-    key: str
-    value: Any
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ImportResult:
-    """Result of an import."""
-
-    choices: Mapping[str, str]
-    """Option of each group that the JSON implies."""
-    settings: Mapping[str, Any]
-    """Keys that differ from the chosen options, with their values."""
-    passed: Mapping[str, Any]
-    """DeepSpeed keys that are passed through, without the prefix `deepspeed.`."""
-    left_out: tuple[LeftOutKey, ...]
-    """Keys that are not imported."""
-
-    @property
-    def overrides(self) -> list[str]:
-        """Command-line overrides, without shell quotes."""
-        return [
-            *(f"{group}={option}" for group, option in self.choices.items()),
-            *(f"{key}={as_override(value)}" for key, value in self.settings.items()),
-            *(f"deepspeed.{key}={as_override(value)}" for key, value in self.passed.items()),
-        ]
 
 
 def import_json(
@@ -86,22 +55,17 @@ def import_json(
     config = compose([*here, *choices, "training.steps=1000", *written]).config
     rendered = _rendered_json(config)
     passed, left_out = _remaining_keys(case, wanted, config, rendered)
-    return ImportResult(
-        wanted.choices,
-        settings,
-        passed,
-        (*(LeftOutKey(*each) for each in wanted.left_out), *left_out),
-    )
+    left = (*wanted.left_out, *left_out)
+    leaves = (".".join(path) for path, _ in _leaves(case))
+    carried = tuple(key for key in leaves if key not in {each.key for each in left})
+    return ImportResult(wanted.choices, settings, passed, left, carried)
 
 
-def import_file(file: Path, world_size: int | None) -> tuple[ImportResult, tuple[Finding, ...]]:
-    """Import a DeepSpeed JSON.
+def import_json_file(file: Path, world_size: int | None) -> ImportResult:
+    """Import a DeepSpeed JSON; the result's findings are warnings about the file.
 
     Args:
         world_size: Ranks that its batch is for; None takes what its numbers say.
-
-    Returns:
-        What it imports as, and warnings about the file.
 
     Raises:
         TrainctlError: The file cannot be read, or is not valid for DeepSpeed.
@@ -110,7 +74,8 @@ def import_file(file: Path, world_size: int | None) -> tuple[ImportResult, tuple
     checked = check_file(file, JsonContext(world_size=ranks, fills_auto=True))
     if checked.has_error:
         raise TrainctlError.from_findings(checked.findings)
-    return import_json(checked.document.value, world_size=ranks), checked.findings
+    imported = import_json(checked.document.value, world_size=ranks)
+    return replace(imported, file=file.name, findings=checked.findings)
 
 
 def world_size_of(json: Mapping[str, Any]) -> int:

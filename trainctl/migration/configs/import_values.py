@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from trainctl.config.registry import load_specs
+from trainctl.migration.configs.result import ConvertedKeys
 from trainctl.options.optimizer import OptimizerForm
 from trainctl.plans.deepspeed_table import (
     BF16_KEYS,
@@ -69,25 +69,6 @@ LEFT_OPEN = {name: key for name, key in SOURCES.items() if name in HF_AUTO_KEYS}
 """trainctl's key, or group, for each JSON key that transformers or accelerate would fill in."""
 
 
-@dataclass
-class ConvertedKeys:
-    """Values of trainctl's keys that a JSON asks for."""
-
-    choices: dict[str, str] = field(default_factory=dict)
-    """Option of each group."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Value of each key."""
-    imported: set[str] = field(default_factory=set)
-    """Keys and sections of the JSON that are imported by these."""
-    left_out: list[tuple[str, Any, str]] = field(default_factory=list)
-    """Key, value and reason of each JSON key that is not imported."""
-
-    def take(self, key: str, ours: str, value: Any) -> None:
-        """Import the JSON key `key` as trainctl's key `ours`."""
-        self.imported.add(key)
-        self.settings[ours] = value
-
-
 def wanted_values(case: Case) -> ConvertedKeys:
     """Return the choices and values for everything in the JSON that trainctl has a key for."""
     wanted, modes = ConvertedKeys(), _read_modes(case)
@@ -115,7 +96,7 @@ def _record_unset_autos(case: Case, wanted: ConvertedKeys) -> None:
         if name in HF_AUTO_KEYS:
             instead = LEFT_OPEN.get(name)
             reason = f"nobody set it{f'; {instead} says it here' if instead else ''}"
-            wanted.left_out.append((name, AUTO, reason))
+            wanted.leave(name, AUTO, reason)
 
 
 def _import_batch(case: Case, wanted: ConvertedKeys) -> None:
@@ -147,7 +128,7 @@ def _import_optimizer(case: Case, wanted: ConvertedKeys) -> None:
     spec = _find_optimizer(name, params)
     if spec is None:
         reason = "trainctl has no such optimizer: choose an option of the group optimizer"
-        wanted.left_out.append(("optimizer.type", case.get("optimizer.type"), reason))
+        wanted.leave("optimizer.type", case.get("optimizer.type"), reason)
         return
     wanted.choices["optimizer"] = spec.name
     values = {each.name: each.default for each in spec.deepspeed.parameters}
@@ -157,7 +138,7 @@ def _import_optimizer(case: Case, wanted: ConvertedKeys) -> None:
     torch_adam = params.get("torch_adam")
     if torch_adam is not None and bool(torch_adam) is case.is_offloaded:
         key = "optimizer.params.torch_adam"
-        wanted.left_out.append((key, torch_adam, KERNELS[case.is_offloaded]))
+        wanted.leave(key, torch_adam, KERNELS[case.is_offloaded])
     _import_optimizer_parameters(spec.deepspeed, _without_autos(case, "optimizer", values), wanted)
 
 
@@ -188,7 +169,7 @@ def _import_optimizer_parameters(
         if parameter is None:
             if name not in (*form.fixed, *NOT_PARAMETERS):
                 reason = "trainctl has no key for it"
-                wanted.left_out.append((f"optimizer.params.{name}", value, reason))
+                wanted.leave(f"optimizer.params.{name}", value, reason)
         elif len(parameter.keys) > 1:
             if isinstance(value, list) and len(value) == len(parameter.keys):
                 for key, item in zip(parameter.keys, value, strict=True):
@@ -205,7 +186,7 @@ def _import_schedule(case: Case, wanted: ConvertedKeys) -> None:
     spec = _find_schedule(name)
     if spec is None:
         reason = "trainctl has no such schedule: choose an option of the group schedule"
-        wanted.left_out.append(("scheduler.type", name, reason))
+        wanted.leave("scheduler.type", name, reason)
         return
     wanted.choices["schedule"] = spec.name
     ours = spec.deepspeed.parameters
@@ -217,11 +198,11 @@ def _import_schedule(case: Case, wanted: ConvertedKeys) -> None:
             wanted.settings[each.key] = int(value) if each.is_whole else float(value)
     if params.get("warmup_type", "log") == "log":
         reason = "trainctl warms up linearly"
-        wanted.left_out.append(("scheduler.params.warmup_type", "log", reason))
+        wanted.leave("scheduler.params.warmup_type", "log", reason)
     for key in ("warmup_min_lr", "warmup_min_ratio"):
         if params.get(key):
             reason = "trainctl warms up from 0"
-            wanted.left_out.append((f"scheduler.params.{key}", params[key], reason))
+            wanted.leave(f"scheduler.params.{key}", params[key], reason)
 
 
 def _find_schedule(name: str) -> Any:
@@ -312,7 +293,7 @@ def _import_recomputation(case: Case, wanted: ConvertedKeys) -> None:
         if name == "partition_activations" and case.tensor_size > 1:
             wanted.settings[f"{RECOMPUTE}.partition_across_tensor_ranks"] = True
         else:
-            wanted.left_out.append((key, value, reason))
+            wanted.leave(key, value, reason)
 
 
 def _import_precision(case: Case, modes: Modes, wanted: ConvertedKeys) -> None:

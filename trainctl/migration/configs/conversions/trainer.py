@@ -1,0 +1,179 @@
+"""Arguments of transformers' Trainer, which LLaMA-Factory and others take too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainctl.migration.configs.import_table import Conversion, is_number
+from trainctl.migration.configs.result import Why
+
+
+def length(source: Conversion) -> None:
+    """Convert `max_steps`, which replaces the epochs if it is above 0."""
+    steps, epochs = source.number("max_steps"), source.number("num_train_epochs")
+    if steps and steps > 0:
+        source.set("training.steps", int(steps), "max_steps")
+        if source.given("num_train_epochs"):
+            source.leave("num_train_epochs", "max_steps replaces it", why=Why.ignored)
+    elif epochs and epochs > 0:
+        source.set("training.epochs", float(epochs), "num_train_epochs")
+
+
+def precision(source: Conversion) -> None:
+    """Convert the switches `bf16` and `fp16`: mixed precision by autocast over fp32 weights.
+
+    DeepSpeed's own formats keep weights in 16 bits beside fp32 master weights, which is what the
+    Trainer does with a DeepSpeed JSON.
+    """
+    if source.get("bf16") is True:
+        source.set("precision", "bf16", "bf16")
+    elif source.get("fp16") is True:
+        source.set("precision", "fp16", "fp16")
+    else:
+        source.set("precision", "fp32")
+
+
+SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {"floor_ratio": 0.0}),
+    "cosine": ("cosine", {"floor_ratio": 0.0}),
+    "constant": ("constant", {}),
+    "constant_with_warmup": ("constant", {}),
+    "polynomial": ("polynomial", {"power": 1.0, "floor_ratio": 0.0}),
+    "inverse_sqrt": ("inverse_sqrt", {"floor_ratio": 0.0}),
+    "reduce_lr_on_plateau": ("plateau", {"step_factor": 0.1, "plateau_patience": 10}),
+    "cosine_with_min_lr": ("cosine", {}),
+    "warmup_stable_decay": ("wsd", {"decay_shape": "cosine", "floor_ratio": 0.0}),
+}
+"""Schedule and its keys for each `lr_scheduler_type` (transformers, optimization.py)."""
+
+
+def schedule(source: Conversion) -> None:
+    """Convert `lr_scheduler_type`, its arguments and the warmup."""
+    kind = str(source.get("lr_scheduler_type"))
+    if kind not in SCHEDULES:
+        source.leave(
+            "lr_scheduler_type", f"there is no schedule {kind}", "schedule=cosine, or another one"
+        )
+        source.set("schedule", "cosine")
+    else:
+        option, keys = SCHEDULES[kind]
+        source.set("schedule", option, "lr_scheduler_type")
+        for name, value in keys.items():
+            source.set(f"schedule.{name}", value)
+    _schedule_arguments(source, kind)
+    warmup(source, is_used=kind != "constant")
+
+
+def _schedule_arguments(source: Conversion, kind: str) -> None:
+    arguments = source.get("lr_scheduler_kwargs")
+    if not isinstance(arguments, dict) or not arguments:
+        return
+    peak = source.number("learning_rate")
+    known: dict[str, tuple[str, Any]] = {}
+    for name, value in arguments.items():
+        if not is_number(value):
+            continue
+        if name == "min_lr_rate":
+            known[name] = ("schedule.floor_ratio", value)
+        elif name in ("min_lr", "lr_end") and peak:
+            known[name] = ("schedule.floor_ratio", value / peak)
+        elif name == "power":
+            known[name] = ("schedule.power", value)
+        elif name == "num_decay_steps" and kind == "warmup_stable_decay":
+            known[name] = ("schedule.decay_steps", value)
+    for ours, value in known.values():
+        source.set(ours, value, "lr_scheduler_kwargs")
+    rest = {name: value for name, value in arguments.items() if name not in known}
+    if rest:
+        source.leave(
+            "lr_scheduler_kwargs",
+            f"no key for {', '.join(rest)} of {kind}",
+            "the keys of the group schedule",
+            value=rest,
+        )
+
+
+def warmup(source: Conversion, *, is_used: bool = True) -> None:
+    """Convert `warmup_steps` (below 1: a fraction of the run) and `warmup_ratio`."""
+    steps, ratio = source.number("warmup_steps") or 0, source.number("warmup_ratio") or 0
+    given = [name for name in ("warmup_steps", "warmup_ratio") if source.given(name)]
+    if not is_used:
+        source.set("schedule.warmup_fraction", 0.0)
+        for name in given:
+            source.leave(name, "this schedule has no warmup there", why=Why.ignored)
+    elif steps >= 1:
+        source.set("schedule.warmup_steps", int(steps), "warmup_steps")
+        if "warmup_ratio" in given:
+            source.leave("warmup_ratio", "warmup_steps replaces it", why=Why.ignored)
+    else:
+        name = "warmup_steps" if steps else "warmup_ratio"
+        source.set("schedule.warmup_fraction", float(steps or ratio), name)
+
+
+def saving(source: Conversion) -> None:
+    """Convert the intervals between checkpoints; epochs have no counterpart."""
+    strategy, steps = str(source.get("save_strategy")), source.number("save_steps")
+    source.set("checkpoint.every_minutes", None)
+    if strategy == "steps" and steps is not None and steps >= 1:
+        source.set("checkpoint.every_steps", int(steps), "save_steps")
+        return
+    source.set("checkpoint.every_steps", None)
+    if strategy == "steps":
+        source.leave("save_steps", "a fraction of the run has no key", "checkpoint.every_steps=N")
+        return
+    if source.given("save_steps"):
+        source.leave("save_steps", f"save_strategy={strategy} replaces it", why=Why.ignored)
+    if strategy in ("no", "False"):
+        source.set("checkpoint.at_end", False)
+    elif strategy == "best":
+        source.set("checkpoint.best_of", "loss", "save_strategy")
+    else:
+        source.leave(
+            "save_strategy",
+            "checkpoints are made by steps or minutes, not by epochs",
+            "checkpoint.every_steps=N or checkpoint.every_minutes=N",
+        )
+
+
+def evaluation(source: Conversion) -> None:
+    """Convert the intervals between evaluations."""
+    strategy, steps = str(source.get("eval_strategy")), source.number("eval_steps")
+    if strategy == "steps":
+        steps = source.number("logging_steps") if steps is None else steps
+        if steps is not None and steps >= 1:
+            source.set("training.evaluate_every_steps", int(steps), "eval_steps")
+        else:
+            source.leave(
+                "eval_steps",
+                "a fraction of the run has no key",
+                "training.evaluate_every_steps=N",
+            )
+        return
+    if source.given("eval_steps"):
+        source.leave("eval_steps", f"eval_strategy={strategy} replaces it", why=Why.ignored)
+    if strategy in ("no", "False"):
+        source.set("training.evaluation_samples", 0)
+    else:
+        source.leave(
+            "eval_strategy",
+            "evaluations are made by steps, and at the end, not by epochs",
+            "training.evaluate_every_steps=N",
+        )
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def trackers(source: Conversion) -> None:
+    """Convert `report_to`; trackers that trainctl has no logger for are left out."""
+    names = source.texts("report_to")
+    known = list(TRACKERS) if "all" in names else [name for name in names if name in TRACKERS]
+    source.set("logging.to", known, "report_to")
+    other = [name for name in names if name not in (*TRACKERS, "all", "none")]
+    if other:
+        source.leave(
+            "report_to",
+            f"there is no logger {', '.join(other)}",
+            f"logging.to=[{', '.join(TRACKERS)}], or a logger of your own (docs/options.md)",
+            value=other,
+        )

@@ -1,0 +1,145 @@
+"""Import of a configuration file of another program, detected by its content."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainctl.config.reading import read_bytes
+from trainctl.config.yaml_files import EXPONENT, MOST_BYTES
+from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.migration.configs.import_json import import_json_file
+from trainctl.migration.configs.import_table import flatten, import_document
+from trainctl.migration.configs.result import ImportResult
+from trainctl.migration.configs.tables import DEEPSPEED, detect, load_table, tool_names
+from trainctl.models.directory import NO_MODEL, is_hub_name
+
+CHECKED_ON = "h100-80g"
+"""Devices that a result is checked on if it names none."""
+
+
+def import_file(
+    file: Path, *, tool: str | None = None, world_size: int | None = None
+) -> ImportResult:
+    """Import a configuration of DeepSpeed or of a program that has a table.
+
+    Args:
+        tool: The program; None detects it by the file's keys.
+        world_size: Number of ranks; None takes what the file says, if it says anything.
+
+    Raises:
+        TrainctlError: The file cannot be read, is of no known program or of several, or is not
+            valid for DeepSpeed.
+    """
+    if tool == DEEPSPEED:
+        return import_json_file(file, world_size)
+    document = read_document(file)
+    if tool is None:
+        keys = {*document, *(key for key, _ in flatten(document))}
+        matching = [name for name in tool_names() if load_table(name).matches(keys)]
+        if not matching and _is_json(file):
+            return import_json_file(file, world_size)
+        tool = detect(document, keys, file=str(file))
+    imported = import_document(
+        load_table(tool), document, folder=file.parent, world_size=world_size
+    )
+    imported = replace(imported, file=file.name)
+    return replace(imported, findings=(*imported.findings, *_check(imported, world_size)))
+
+
+def _is_json(file: Path) -> bool:
+    return file.suffix == ".json" or read_bytes(file, most_bytes=MOST_BYTES).lstrip()[:1] in (
+        b"{",
+        b"[",
+        b"/",
+    )
+
+
+def read_document(file: Path) -> dict[str, Any]:
+    """Return the content of a YAML, JSON or TOML file; numbers such as 2e-5 are numbers.
+
+    Raises:
+        TrainctlError: It cannot be read, or holds no mapping.
+    """
+    try:
+        text = read_bytes(file, most_bytes=MOST_BYTES).decode("utf-8")
+        if file.suffix == ".toml":
+            document: Any = tomllib.loads(text)
+        elif _is_json(file):
+            document = _read_json(text)
+        else:
+            document = _with_numbers(yaml.safe_load(text))
+    except OSError as error:
+        raise TrainctlError(f"{file} cannot be read: {error.strerror or error}") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise TrainctlError(f"{file} cannot be read: {words[:200]}") from None
+    if not isinstance(document, dict):
+        raise TrainctlError(
+            f"{file} holds no mapping of keys",
+            hint="a configuration of another program: YAML, JSON or TOML",
+        )
+    return document
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # what only DeepSpeed reads, with a message of its own
+        return {}
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return a document with numbers in place of texts such as `2e-5`, which YAML 1.1 makes."""
+    if isinstance(value, dict):
+        return {str(key): _with_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    return float(value) if isinstance(value, str) and EXPONENT.match(value) else value
+
+
+def _check(imported: ImportResult, world_size: int | None) -> list[Finding]:
+    """Return what a plan of the result would refuse, without asking the hub for a model."""
+    from trainctl.config.compose import compose_leniently
+    from trainctl.hardware import resolve_hardware
+    from trainctl.rules.resolve import resolve
+
+    path = imported.settings.get("model.path")
+    overrides = list(imported.overrides)
+    findings = []
+    if path is not None and is_hub_name(path):
+        kept = ("model=", "model.path=", "tokenizer=", "tokenizer.path=")
+        overrides = [each for each in overrides if not each.startswith(kept)]
+        overrides += ["model=llama-8b", "tokenizer=hf", f"tokenizer.path={path}"]
+        findings.append(_hub_finding(path))
+    if not any(each.startswith("hardware") for each in overrides):
+        overrides.append(f"hardware={world_size or _fewest_ranks(imported)}x{CHECKED_ON}")
+    composed = compose_leniently(overrides)
+    findings += [each for each in composed.findings if each.is_error]
+    if not composed.has_error:
+        resolution = resolve(composed.config, resolve_hardware(composed.config.hardware))
+        findings += [each for each in resolution.findings if each.is_error]
+    return findings
+
+
+def _hub_finding(path: str) -> Finding:
+    return Finding(
+        rule=NO_MODEL,
+        key="model.path",
+        message=f"{path} is taken from the Hugging Face hub when a plan is made",
+        hint=f"without a network: `hf download {path} --local-dir DIR`, and model.path=DIR",
+        severity=Severity.warning,
+    )
+
+
+def _fewest_ranks(imported: ImportResult) -> int:
+    ranks = 1
+    for axis in ("tensor", "pipeline", "sequence", "expert"):
+        size = imported.settings.get(f"parallelism.{axis}")
+        ranks *= size if isinstance(size, int) and size > 0 else 1
+    return ranks

@@ -1,0 +1,236 @@
+"""Conversion of a configuration by its program's table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from trainctl.config.keys import as_override
+from trainctl.errors import Finding
+from trainctl.migration.configs.result import ConvertedKeys, ImportResult, Why
+from trainctl.migration.configs.tables import KeyTable, TableEntry
+
+FREE = ("callbacks.", "deepspeed.", "logging.", "model.")
+"""Keys of sections that the composition without the model and the loggers does not have."""
+
+
+@dataclass
+class Conversion:
+    """A source document and what it has been converted to so far; conversions read and fill it."""
+
+    table: KeyTable
+    document: Mapping[str, Any]
+    """The document as it was read."""
+    folder: Path
+    """Folder of the file; paths in it may be relative to it."""
+    world_size: int | None
+    """Number of ranks, if the user gave it."""
+    converted: ConvertedKeys = field(default_factory=ConvertedKeys)
+    findings: list[Finding] = field(default_factory=list)
+    leaves: dict[str, Any] = field(default_factory=dict)
+    """Value of each key of the document, dotted."""
+    _names: dict[str, str] = field(default_factory=dict)
+    """Key as the document writes it, by the table's name."""
+
+    def __post_init__(self) -> None:
+        self.leaves = dict(flatten(self.document, self.table))
+        for key in sorted(self.leaves, key=lambda each: self.leaves[each] is None):
+            self._names.setdefault(self.table.canonical(key), key)
+
+    def get(self, name: str) -> Any:
+        """Return the value of a key of the table, by any of its aliases, else its default."""
+        value = self.leaves.get(self.name_of(name))
+        entry = self.table.keys.get(name)
+        return value if value is not None or entry is None else entry.default
+
+    def number(self, name: str) -> float | None:
+        """Return the value of a key if it is a number, else its default; None without one."""
+        value = self.get(name)
+        if is_number(value):
+            return cast(float, value)
+        entry = self.table.keys.get(name)
+        if self.given(name):
+            self.leave(name, "it is no number")
+        return entry.default if entry is not None and is_number(entry.default) else None
+
+    def texts(self, name: str) -> list[str]:
+        """Return the value of a key as a list of texts; a single value is a list of one."""
+        value = self.get(name)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        return [str(each) for each in values]
+
+    def given(self, name: str) -> bool:
+        """Return True if the document sets the key, and not to null."""
+        return self.leaves.get(self.name_of(name)) is not None
+
+    def name_of(self, name: str) -> str:
+        """Return how the document writes a key of the table."""
+        return self._names.get(name, name)
+
+    def is_read(self, key: str) -> bool:
+        """Return False if another alias of the document's key is read in its place."""
+        return "[" in key or self.name_of(self.table.canonical(key)) == key
+
+    def set(self, ours: str, value: Any, name: str = "") -> None:
+        """Set trainctl's key, or the option of its group.
+
+        Args:
+            name: Key of the source that asks for it, if the document has it.
+        """
+        self.converted.set(ours, value)
+        if self.given(name):
+            self.converted.origins[ours] = self.name_of(name)
+
+    def leave(
+        self, name: str, reason: str, nearest: str = "", why: Why = Why.left, value: Any = None
+    ) -> None:
+        """Record a key of the source that is not carried over.
+
+        If the document does not have the key, what its default means is recorded.
+        """
+        key = self.name_of(name)
+        if any(each.key == key for each in self.converted.left_out):
+            return
+        if key not in self.leaves:
+            why = Why.default if why is Why.left else why
+        value = self.get(name) if value is None else value
+        self.converted.leave(key, value, reason, nearest, why)
+
+
+def is_number(value: Any) -> bool:
+    """Return True if a value is a number, and not a switch."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def converter(name: str) -> Callable[[Conversion], None]:
+    """Return the function `MODULE.FUNCTION` of `conversions/`, which a table names."""
+    module, _, function = name.partition(".")
+    loaded = import_module(f"trainctl.migration.configs.conversions.{module}")
+    found: Callable[[Conversion], None] = getattr(loaded, function)
+    return found
+
+
+def flatten(
+    document: Mapping[str, Any], table: KeyTable | None = None, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each leaf; a mapping that the table has is a leaf."""
+    for name, value in document.items():
+        key = f"{prefix}{name}"
+        is_leaf = table is not None and key in table.keys
+        if isinstance(value, Mapping) and value and not is_leaf:
+            yield from flatten(value, table, f"{key}.")
+        elif _is_list_of_mappings(value) and not is_leaf:
+            for index, item in enumerate(value):
+                yield from flatten(item, table, f"{key}[{index}].")
+        else:
+            yield key, value
+
+
+def _is_list_of_mappings(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, Mapping) for x in value)
+
+
+def import_document(
+    table: KeyTable, document: Mapping[str, Any], *, folder: Path, world_size: int | None = None
+) -> ImportResult:
+    """Convert a document by its program's table; `findings` has no check of the result yet."""
+    conversion = Conversion(table, document, folder, world_size)
+    for ours, value in table.always.items():
+        conversion.set(ours, value)
+    for name, entry in table.keys.items():
+        if entry.key and entry.default is not None and not conversion.given(name):
+            _take(conversion, "", entry, entry.default)
+    to_convert: set[str] = set()
+    for key, value in conversion.leaves.items():
+        found = table.entry(key)
+        if value is not None and not conversion.is_read(key):
+            other = conversion.name_of(table.canonical(key))
+            conversion.converted.leave(key, value, f"{other} says it", why=Why.ignored)
+        elif found is not None and found.convert and value is not None:
+            to_convert.add(key)
+        else:
+            _apply(conversion, key, value, found)
+    for function in dict.fromkeys(entry.convert for entry in table.keys.values() if entry.convert):
+        converter(function)(conversion)
+    left = {each.key for each in conversion.converted.left_out}
+    conversion.converted.imported |= to_convert - left
+    return _result(conversion)
+
+
+def _apply(conversion: Conversion, key: str, value: Any, entry: TableEntry | None) -> None:
+    """Carry one key of the document over, or record why not."""
+    leave = conversion.converted.leave
+    if entry is None:
+        near = conversion.table.nearest(key)
+        reason = f"{conversion.table.name} has no such key that is known here"
+        leave(key, value, reason, f"did you mean {near}?" if near else "", Why.unknown)
+    elif value is None:
+        leave(key, value, f"empty: {conversion.table.name}'s default holds", why=Why.ignored)
+    elif entry.ignored:
+        leave(key, value, entry.ignored, entry.nearest, Why.ignored)
+    elif entry.left:
+        is_off = any(is_same(each, value) for each in entry.same)
+        leave(key, value, entry.left, entry.nearest, Why.ignored if is_off else Why.left)
+    else:
+        _take(conversion, key, entry, value)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return True if two values are equal; a switch equals no number."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _take(conversion: Conversion, key: str, entry: TableEntry, value: Any) -> None:
+    """Set trainctl's key of an entry; `key` is empty for a default."""
+    converted = conversion.converted
+    if entry.values:
+        found = [ours for theirs, ours in entry.values.items() if is_same(theirs, value)]
+        if not found:
+            known = ", ".join(as_override(each) for each in entry.values)
+            converted.leave(key, value, f"{entry.key} has nothing for it", entry.nearest or known)
+            return
+        value = found[0]
+    if isinstance(value, Mapping) and "left" in value:
+        converted.leave(key, conversion.leaves.get(key), value["left"], value.get("nearest", ""))
+    elif key:
+        converted.take(key, entry.key, value)
+    else:
+        converted.set(entry.key, value)
+
+
+def _result(conversion: Conversion) -> ImportResult:
+    """Return the result, without settings that the chosen options do not have."""
+    from trainctl.config.compose import compose_leniently
+    from trainctl.config.schema import walk_leaves
+
+    converted = conversion.converted
+    choices = [f"{group}={option}" for group, option in converted.choices.items()]
+    composed = compose_leniently([each for each in choices if not each.startswith("model=")])
+    known = [key for key, _, _ in walk_leaves(composed.config)]
+    settings = {}
+    for ours in sorted(converted.settings, key=lambda key: _place(key, known)):
+        value = converted.settings[ours]
+        if ours in known or ours.startswith(FREE):
+            settings[ours] = value
+        elif ours in converted.origins:
+            key, group = converted.origins[ours], ours.partition(".")[0]
+            reason = f"{group}={converted.choices.get(group)} has no {ours}"
+            converted.leave(key, conversion.leaves[key], reason)
+            converted.imported.discard(key)
+    return ImportResult(
+        choices=converted.choices,
+        settings=settings,
+        passed={},
+        left_out=tuple(converted.left_out),
+        carried=tuple(key for key in conversion.leaves if key in converted.imported),
+        tool=conversion.table.tool,
+        findings=tuple(conversion.findings),
+    )
+
+
+def _place(key: str, known: list[str]) -> int:
+    """Return the position of a key in the schema; after all others if it has none."""
+    return known.index(key) if key in known else len(known)

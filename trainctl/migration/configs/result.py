@@ -1,0 +1,120 @@
+"""Result of an import: choices, settings, and the keys that are not carried over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from trainctl.config.catalog import BASE
+from trainctl.config.keys import as_override
+from trainctl.config.schema import GROUPS
+from trainctl.errors import Finding
+from trainctl.tuning.recipes import recipe_text
+
+
+class Why(StrEnum):
+    """Reason class of a key that is not carried over."""
+
+    left = "left"
+    """trainctl does otherwise, or has no such thing."""
+    ignored = "ignored"
+    """Nothing is lost: trainctl does the same, or the key concerns the other program alone."""
+    unknown = "unknown"
+    """No table has the key."""
+    default = "default"
+    """The file does not have the key, and what its program would then do differs from trainctl."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutKey:
+    """Key of the source that is not imported, with its value and the reason."""
+
+    key: str
+    value: Any
+    reason: str
+    nearest: str = ""
+    """The nearest that trainctl has, or what to do; empty if nothing comes close."""
+    why: Why = Why.left
+
+
+@dataclass(frozen=True, slots=True)
+class ImportResult:
+    """Result of an import."""
+
+    choices: Mapping[str, str]
+    """Option of each group that the source implies."""
+    settings: Mapping[str, Any]
+    """Keys with their values. Those of a DeepSpeed JSON are only those that differ from the chosen
+    options.
+    """
+    passed: Mapping[str, Any]
+    """DeepSpeed keys that are passed through, without the prefix `deepspeed.`."""
+    left_out: tuple[LeftOutKey, ...]
+    """Keys that are not imported."""
+    carried: tuple[str, ...] = ()
+    """Keys of the source that are imported."""
+    tool: str = "deepspeed"
+    """Program that the source configures."""
+    file: str = ""
+    """Name of the imported file."""
+    findings: tuple[Finding, ...] = ()
+    """Warnings about the source, and what the resulting configuration lacks as errors."""
+
+    @property
+    def missing(self) -> tuple[Finding, ...]:
+        """Errors of the resulting configuration: what must be added before it validates."""
+        return tuple(finding for finding in self.findings if finding.is_error)
+
+    @property
+    def overrides(self) -> list[str]:
+        """Command-line overrides, without shell quotes."""
+        return [
+            *(f"{group}={option}" for group, option in self.choices.items()),
+            *(f"{key}={as_override(value)}" for key, value in self.all_settings.items()),
+        ]
+
+    @property
+    def all_settings(self) -> dict[str, Any]:
+        """Settings, and the passed keys with their prefix."""
+        return {**self.settings, **{f"deepspeed.{key}": v for key, v in self.passed.items()}}
+
+    @property
+    def recipe(self) -> str:
+        """The result as a recipe that extends `base`."""
+        return recipe_text([f"Imported from {self.file}."], BASE, self.choices, self.all_settings)
+
+
+@dataclass
+class ConvertedKeys:
+    """Values of trainctl's keys that a source asks for, while they are collected."""
+
+    choices: dict[str, str] = field(default_factory=dict)
+    """Option of each group."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Value of each key."""
+    imported: set[str] = field(default_factory=set)
+    """Keys and sections of the source that are imported by these."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """Key of the source that set each of trainctl's keys; without those set by defaults."""
+    left_out: list[LeftOutKey] = field(default_factory=list)
+
+    def take(self, key: str, ours: str, value: Any) -> None:
+        """Import the source's key `key` as trainctl's key or group `ours`."""
+        self.imported.add(key)
+        self.origins[ours] = key
+        self.set(ours, value)
+
+    def set(self, ours: str, value: Any) -> None:
+        """Set trainctl's key, or the option of its group."""
+        if ours in GROUPS:
+            self.choices[ours] = str(value)
+        else:
+            self.settings[ours] = value
+
+    def leave(
+        self, key: str, value: Any, reason: str, nearest: str = "", why: Why = Why.left
+    ) -> None:
+        """Record a key of the source that is not imported."""
+        self.left_out.append(LeftOutKey(key, value, reason, nearest, why))
