@@ -56,6 +56,7 @@ __all__ = [
     "add_tokens",
     "check_deepspeed",
     "check_machine",
+    "import_checkpoint",
     "import_config",
     "launch",
     "list_recipes",
@@ -868,6 +869,54 @@ def resume(
         observer=progress if isinstance(progress, start.Observer) else start.Observer(progress),
     )
     return run
+
+
+def import_checkpoint(
+    directory: Place,
+    run_dir: Place,
+    *overrides: str,
+    format: str | None = None,
+    hardware: str | None = None,
+    progress: WorkProgress | None = None,
+    config_dir: Place | None = None,
+    argv: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Make a run from a checkpoint of another trainer, with its optimizer states.
+
+    `resume` then continues it, on any layout. Files are read in pieces, and no code in them is run.
+
+    Args:
+        directory: Directory of the checkpoint.
+        run_dir: Directory of the run to make, or of a run without checkpoints.
+        overrides: As of `plan`; none if the run is there.
+        format: Format of the checkpoint (docs/coming-from.md); None detects it.
+        hardware: Machines, such as `8xh100-80g`; short for the override `hardware=...`.
+        progress: Called with the name of a piece of work, the units done, and their total.
+        config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
+        argv: Command line for the run's own record; None records the overrides.
+
+    Returns:
+        What `trainctl checkpoint import --json` prints: `run`, `checkpoint`, `step`, `samples`,
+        `tokens`, and in `notes` what is unknown or differs from the configuration.
+
+    Raises:
+        TrainctlError: The configuration is wrong; or the checkpoint is damaged, or of another model
+            or optimizer (exit code 5).
+    """
+    from trainctl.launchers import offline
+    from trainctl.runs.directory import is_run
+
+    named = is_run(Path(run_dir)) and not overrides and hardware is None
+    composed = None if named else _composed(overrides, hardware, config_dir)
+    recorded = ["trainctl.import_checkpoint", str(directory), str(run_dir), *overrides]
+    return offline.import_checkpoint(
+        Path(directory),
+        Path(run_dir),
+        composed,
+        format=format,
+        argv=recorded if argv is None else argv,
+        progress=progress or _ignore,
+    )
 
 
 def sweep(

@@ -1,7 +1,8 @@
-"""`trainctl checkpoint`: list, verify, remove, and save now."""
+"""`trainctl checkpoint`: list, verify, import, remove, and save now."""
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import Json, NamedRun, Run, open_run_or_newest
+from trainctl.cli.arguments import (
+    ConfigDir,
+    Json,
+    NamedRun,
+    Overrides,
+    Run,
+    open_run_or_newest,
+)
 from trainctl.cli.console import (
     Meter,
     print_data,
@@ -18,12 +26,13 @@ from trainctl.cli.console import (
     print_table,
     size_text,
 )
+from trainctl.config.quantities import count_text
 from trainctl.errors import ExitCode
 from trainctl.runs.checkpoint_selection import describe_checkpoints, select_checkpoints
 from trainctl.runs.checkpoint_selection import verify_checkpoint as problems_of
 from trainctl.runs.directory import open_or_newest
 
-app = typer.Typer(help="List, verify, remove and save checkpoints.", add_completion=False)
+app = typer.Typer(help="List, verify, import, remove and save checkpoints.", add_completion=False)
 
 
 @app.command("ls")
@@ -102,6 +111,53 @@ def rm(
     else:
         for path in removed:
             print_data(f"removed {path}")
+
+
+@app.command("import")
+def import_(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of another trainer's checkpoint.")
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="RUN_DIR", help="Directory of the new run.")],
+    overrides: Overrides = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FORMAT",
+            help="Format of the checkpoint; default: detected.",
+            show_default=False,
+        ),
+    ] = None,
+    config_dir: ConfigDir = None,
+    as_json: Json = False,
+) -> None:
+    """Make a run from a checkpoint of another trainer, with its optimizer states.
+
+    `trainctl resume` continues it, on any layout. What is unknown or differs is said.
+
+    Example: trainctl checkpoint import out/global_step500 --to runs/NAME recipe=tiny
+    """
+    with Meter() as meter:
+        made = api.import_checkpoint(
+            directory,
+            to,
+            *(overrides or ()),
+            format=format,
+            progress=meter,
+            config_dir=config_dir,
+            argv=sys.argv,
+        )
+    if as_json:
+        print_json({"schema": 1, **made})
+        return
+    for note in made["notes"]:
+        print_message(f"note: {note}")
+    print_data(
+        f"imported {made['format']} checkpoint of step {made['step']:,} into {made['run']}: "
+        f"{count_text(made['num_parameters'])} parameters, {size_text(made['size_bytes'])}"
+    )
+    print_message(f"continue it with: trainctl resume {to}")
 
 
 @app.command()

@@ -230,12 +230,15 @@ def corpus_digests(corpora: Mapping[str, Corpus]) -> dict[str, Any]:
 
 
 def changed_sources(corpora: Mapping[str, Corpus], manifest: Mapping[str, Any]) -> list[str]:
-    """Return the sources whose text differs from the text that a checkpoint was trained on."""
+    """Return the sources whose text differs from the text that a checkpoint was trained on.
+
+    An imported checkpoint has an empty digest: its text is not known.
+    """
     digests = manifest.get("source_digests") or {SINGLE_SOURCE: manifest["corpus_digest"]}
     return [
         name
         for name, digest in digests.items()
-        if name in corpora and not corpora[name].has_digest(digest)
+        if digest and name in corpora and not corpora[name].has_digest(digest)
     ]
 
 

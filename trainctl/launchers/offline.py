@@ -1,7 +1,7 @@
-"""Work on the weights of a run outside training: evaluation, samples, added tokens.
+"""Work on the weights of a run outside training: evaluation, samples, import, added tokens.
 
-Each function runs a task of `trainctl.train.offline` in a process of its own, because the command
-line loads no torch.
+Each function runs a task of `trainctl.train.offline` or `trainctl.migration` in a process of its
+own, because the command line loads no torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.codec import to_plain
+from trainctl.config.compose import ComposedConfig
 from trainctl.config.extras import install_command
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launchers.planning import compose_target, plan_config
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.checkpoint_selection import Progress, Warn, choose_checkpoint
+from trainctl.runs.directory import is_run
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import PARENT_VARIABLE
 from trainctl.runs.records import EventWriter
+
+MIGRATION = "trainctl.migration"
+"""Module with the tasks on checkpoints of other trainers."""
 
 
 def _ignore_progress(*_: object) -> None:
@@ -178,6 +186,47 @@ def add_tokens(
     return run_offline("add-tokens", [*arguments, "--multiple-of", str(multiple_of)], progress)
 
 
+def import_checkpoint(
+    directory: Path,
+    run_dir: Path,
+    composed: ComposedConfig | None,
+    *,
+    format: str | None = None,
+    argv: Sequence[str] = (),
+    progress: Progress,
+) -> dict[str, Any]:
+    """Make a run whose first checkpoint has the state of another trainer's checkpoint.
+
+    Args:
+        directory: Directory of that checkpoint.
+        run_dir: Directory of the run to make, or of a run without checkpoints.
+        composed: The run's configuration; None takes that of the run in `run_dir`.
+        format: Format of the checkpoint; None detects it.
+        argv: Command line for the run's record.
+
+    Raises:
+        TrainctlError: The configuration is wrong; or the checkpoint is damaged, or of another model
+            or optimizer.
+    """
+    if composed is None:
+        composed = compose_target(str(run_dir), (), None)
+    elif is_run(run_dir):
+        raise TrainctlError(
+            f"{run_dir} is a run, which has its configuration", hint="leave the overrides out"
+        )
+    planned = plan_config(composed, with_files=True, tokenize=True)
+    if planned.unforceable_errors:
+        raise TrainctlError.from_findings(planned.findings)
+    with tempfile.TemporaryDirectory(prefix="trainctl-") as temporary:
+        file = Path(temporary) / "plan.json"
+        write_json(file, to_plain(planned.plan))
+        paths = [directory.absolute(), run_dir.absolute(), file]
+        options = [] if format is None else ["--from", format]
+        return run_offline(
+            "import", [*paths, json.dumps(list(argv)), *options], progress, MIGRATION
+        )
+
+
 def require_new(out: Path) -> None:
     """Refuse an output path that exists, unless it is an empty folder; called before the work.
 
@@ -209,14 +258,19 @@ def run_task(
     return {**where, **settings, **result}
 
 
-def run_offline(task: str, arguments: Sequence[str | Path], progress: Progress) -> dict[str, Any]:
-    """Run a task of `trainctl.train.offline` in a process of its own and return its result.
+def run_offline(
+    task: str,
+    arguments: Sequence[str | Path],
+    progress: Progress,
+    module: str = "trainctl.train.offline",
+) -> dict[str, Any]:
+    """Run a task of a module in a process of its own and return its result.
 
     Raises:
         TrainctlError: The task failed with a message, or the process was killed (exit code 4).
         RuntimeError: The process ended without an answer, by a bug; its output is a note.
     """
-    command = [sys.executable, "-P", "-m", "trainctl.train.offline", task, *map(str, arguments)]
+    command = [sys.executable, "-P", "-m", module, task, *map(str, arguments)]
     result: dict[str, Any] | None = None
     with (
         tempfile.TemporaryFile() as talk,

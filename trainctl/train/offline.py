@@ -36,10 +36,18 @@ WEIGHTS = ("raw", "ema")
 
 def main() -> int:
     """Do the task; return the exit code."""
+    return answer(partial(_run_task, _parser().parse_args()))
+
+
+def answer(work: Callable[[Progress], dict[str, Any]]) -> int:
+    """Do a piece of work in this process, which another one started; return the exit code.
+
+    Args:
+        work: Takes the receiver of its progress, and returns its result as plain data.
+    """
     # By SIGTERM a half-written export is removed when the command that started this one is gone.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     die_with_parent(death_signal=signal.SIGTERM)
-    arguments = _parser().parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     # DeepSpeed is imported but starts nothing: it need not look for devices.
@@ -50,7 +58,7 @@ def main() -> int:
         print(json.dumps({"progress": [what, done, total]}), file=answers)
 
     try:
-        result = _run_task(arguments, progress)
+        result = work(progress)
     except TrainctlError as error:
         print(json.dumps({"error": _error_fields(error)}), file=answers)
         return int(error.exit_code)

@@ -165,7 +165,7 @@ def write_checkpoint(
         shutil.rmtree(folder, ignore_errors=True)
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         make_folder(folder)
-        _check_space(folder, int(needed))
+        check_space(folder, int(needed))
 
     def finish() -> None:
         reached("manifest")
@@ -207,7 +207,7 @@ def _build_manifest(
     }
 
 
-def _check_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int) -> None:
     """Raise OSError if the disk is too full. A quota is noticed only while writing."""
     usage = shutil.disk_usage(folder)
     if usage.total > 0 and usage.free < needed:  # some network file systems report nothing

@@ -1,0 +1,433 @@
+"""Reader of DeepSpeed's own checkpoints: ZeRO 0 to 3, with its fp16 and bf16 optimizers.
+
+Layout (deepspeed/runtime/engine.py, runtime/zero/stage_1_and_2.py and stage3.py, 0.19):
+
+- `mp_rank_00_model_states.pt`, at ZeRO 3 `zero_pp_rank_R_mp_rank_00_model_states.pt` of each rank:
+  weights in the compute format, counters, `param_shapes` by parameter group in the order of the
+  flat tensors, parameters that did not train.
+- `zero_pp_rank_R_mp_rank_00_optim_states.pt` of each rank (`bf16_` or `fp16_` before it): flat fp32
+  weights and states of Adam. At ZeRO 1 and 2 the parameters of a group lie behind each other, and
+  the whole is cut into equal partitions, one a rank. At ZeRO 3 each parameter is cut into equal
+  partitions, and a rank's flat tensors hold its partitions behind each other.
+- Without ZeRO the optimizer's state is in the model's file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainctl.errors import TrainctlError
+from trainctl.migration.checkpoints.names import order_by_shape
+from trainctl.migration.checkpoints.source import Source, SourceProgress
+from trainctl.migration.checkpoints.unpickle import Record, StoredTensor, TorchFile, damaged
+from trainctl.train.checkpoint.optimizer_state import MASTER
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_EXPERTS = re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*")
+
+_UNIVERSAL = (
+    "convert it to a universal checkpoint where it was trained: "
+    "python -m deepspeed.checkpoint.ds_to_universal --input_folder DIR --output_folder OUT"
+)
+
+Shape = tuple[int, ...]
+
+
+def is_here(directory: Path) -> bool:
+    """Return True if the directory, or the newest step in it, holds a DeepSpeed checkpoint."""
+    return any(_MODEL.fullmatch(path.name) for path in _step_folder(directory).iterdir())
+
+
+def _step_folder(directory: Path) -> Path:
+    """Return the folder of a step: the directory itself, or the one that `latest` names."""
+    pointer = directory / "latest"
+    if pointer.is_file():
+        named = directory / pointer.read_text().strip()
+        if named.is_dir():
+            return named
+        raise damaged(pointer, f"it names {named.name}, which is not there")
+    return directory
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements of a parameter inside one flat tensor."""
+
+    start: int
+    """First element in the flattened parameter."""
+    numel: int
+    tensors: Mapping[str, StoredTensor]
+    """The flat tensor of each state."""
+    offset: int
+    """First element in the flat tensors."""
+
+
+def open_source(directory: Path) -> Source:
+    """Open a checkpoint of DeepSpeed.
+
+    Raises:
+        TrainctlError: A shard is missing, damaged or of another world size (exit code 5), which
+            names it; or the layout is one that is not read.
+    """
+    folder = _step_folder(directory)
+    names = sorted(path.name for path in folder.iterdir())
+    experts = [name for name in names if _EXPERTS.fullmatch(name)]
+    if experts:
+        raise TrainctlError(f"{folder / experts[0]}: experts of DeepSpeed's MoE are not read")
+    models = _grid(folder, _MODEL, names)
+    if len(models) > 1:
+        raise TrainctlError(
+            f"{folder} is cut over {len(models)} model-parallel ranks", hint=_UNIVERSAL
+        )
+    shards = _grid(folder, _OPTIMIZER, names)
+    return DeepSpeedSource(directory, models[0], shards.get(0, []))
+
+
+def _grid(folder: Path, pattern: re.Pattern[str], names: Sequence[str]) -> dict[int, list[Path]]:
+    """Return the files of each model-parallel rank, by data-parallel rank.
+
+    Raises:
+        TrainctlError: One between the others is missing.
+    """
+    found: dict[int, dict[int, Path]] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            found.setdefault(int(match[2]), {})[int(match[1] or 0)] = folder / name
+    grid = {}
+    for rank, paths in sorted(found.items()):
+        example = paths[max(paths)].name
+        for number in range(max(paths)):
+            if number not in paths:
+                name = re.sub(r"pp_rank_\d+", f"pp_rank_{number}", example)
+                raise damaged(folder / name, "it is missing")
+        grid[rank] = [paths[number] for number in sorted(paths)]
+    return grid
+
+
+class DeepSpeedSource(Source):
+    """A checkpoint of DeepSpeed that is not cut over model-parallel ranks."""
+
+    format = "deepspeed"
+
+    def __init__(self, directory: Path, models: list[Path], shards: list[Path]) -> None:
+        self.path, self.notes = directory, []
+        self._models = [TorchFile(path) for path in models]
+        self._shards = [TorchFile(path) for path in shards]
+        self._facts: dict[str, Any] = self._models[0].content
+        if "module" not in self._facts or "ds_version" not in self._facts:
+            raise damaged(models[0], "it is no model state of DeepSpeed")
+        self._segments: dict[str, list[Segment]] = {}
+        self.shapes: dict[str, Shape] = {}
+        optimizer = self._optimizer_state()
+        if optimizer is None:
+            self._read_plain()
+        elif "fp32_flat_groups" in optimizer:
+            self._require_world_size(optimizer, self._models)
+            self._read_partitioned_parameters()
+        else:
+            self._require_world_size(optimizer, self._shards)
+            self._read_partitioned_groups()
+        self._add_untrained()
+        states = {state for each in self._segments.values() for s in each for state in s.tensors}
+        self.states = (MASTER, *sorted(states - {MASTER}))
+        self._read_progress(optimizer or self._facts.get("optimizer") or {})
+
+    def read(self, parameter: str, state: str, start: int, end: int) -> torch.Tensor:
+        result = torch.empty(end - start)
+        missing = end - start
+        for segment in self._segments[parameter]:
+            first, last = max(start, segment.start), min(end, segment.start + segment.numel)
+            if first < last:
+                shift = segment.offset - segment.start
+                values = segment.tensors[state].read(first + shift, last + shift)
+                result[first - start : last - start] = values
+                missing -= last - first
+        if missing:
+            raise damaged(self.path, f"{missing} elements of {parameter} ({state}) are missing")
+        return result
+
+    def verify(self) -> None:
+        for file in (*self._models, *self._shards):
+            file.verify()
+
+    def _optimizer_state(self) -> dict[str, Any] | None:
+        """Return the first rank's optimizer state; None without ZeRO."""
+        if not self._shards:
+            if self._facts.get("optimizer") is None:
+                raise damaged(self._models[0].path.with_name("*_optim_states.pt"), "none is there")
+            return None
+        return _optimizer_of(self._shards[0])
+
+    def _require_world_size(self, optimizer: Mapping[str, Any], files: list[TorchFile]) -> None:
+        """Refuse a checkpoint with fewer or more files than its ranks were."""
+        counts = optimizer["partition_count"]
+        count = max(counts) if isinstance(counts, list) else int(counts)
+        for listed in (self._shards, files):
+            if len(listed) < count:
+                name = re.sub(r"pp_rank_\d+", f"pp_rank_{len(listed)}", listed[0].path.name)
+                raise damaged(listed[0].path.with_name(name), f"it is missing: {count} ranks saved")
+            if len(listed) > count:
+                raise damaged(
+                    listed[count].path, f"it is of another checkpoint: {count} ranks saved"
+                )
+
+    def _groups(self) -> list[dict[str, Shape]]:
+        """Return the shapes of the trained parameters by group, as the flat tensors have them."""
+        groups = self._facts.get("param_shapes")
+        if not isinstance(groups, list):
+            raise damaged(self._models[0].path, "it has no param_shapes")
+        return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+    def _read_partitioned_groups(self) -> None:
+        """Find the parameters of ZeRO 1 and 2: partitions of whole groups."""
+        optimizers = [_optimizer_of(file) for file in self._shards]
+        paddings = optimizers[0].get("param_alignment_paddings")
+        for index, group in enumerate(self._groups()):
+            flats = [
+                {MASTER: optimizer["single_partition_of_fp32_groups"][index]}
+                | _states_of_group(optimizer["base_optimizer_state"], index)
+                for optimizer in optimizers
+            ]
+            # Trailing padding may be cut off, so only the first ranks have whole partitions.
+            size = max(flat[MASTER].numel for flat in flats)
+            gaps = paddings[index] if paddings else [0] * len(group)
+            position = 0
+            for (name, shape), gap in zip(group.items(), gaps, strict=True):
+                numel = math.prod(shape)
+                self._add(name, shape, _cut(position, numel, size, flats))
+                position += numel + gap
+            self._require_elements(position - sum(gaps[-1:]), size, flats)
+
+    def _require_elements(
+        self, wanted: int, size: int, flats: Sequence[Mapping[str, StoredTensor]]
+    ) -> None:
+        """Refuse partitions in which some elements are missing."""
+        for rank, flat in enumerate(flats):
+            least = min(size, max(0, wanted - rank * size))
+            for state, tensor in flat.items():
+                if tensor.numel < least:
+                    why = f"{state} has {tensor.numel:,} elements, and {least:,} are needed"
+                    raise damaged(self._shards[rank].path, why)
+
+    def _read_partitioned_parameters(self) -> None:
+        """Find the parameters of ZeRO 3: partitions of each parameter."""
+        optimizers = [_optimizer_of(file) for file in self._shards]
+        world = len(optimizers)
+        ranks = [
+            [
+                {MASTER: flat} | _states_of_group(optimizer["optimizer_state_dict"], index)
+                for index, flat in enumerate(optimizer["fp32_flat_groups"])
+            ]
+            for optimizer in optimizers
+        ]
+        ends = [[*accumulate(flat[MASTER].numel for flat in flats)] for flats in ranks]
+        position = 0
+        for name, shape in ((n, s) for group in self._groups() for n, s in group.items()):
+            numel = math.prod(shape)
+            size = -(-numel // world)
+            segments = []
+            for rank, flats in enumerate(ranks):
+                held = max(0, min(size, numel - rank * size))
+                place, done = position, 0
+                while done < held:
+                    index = bisect_right(ends[rank], place)
+                    if index == len(flats):
+                        raise damaged(self._shards[rank].path, f"{name} is not all in it")
+                    count = min(held - done, ends[rank][index] - place)
+                    begin = ends[rank][index] - flats[index][MASTER].numel
+                    start = rank * size + done
+                    segments.append(Segment(start, count, flats[index], place - begin))
+                    place, done = place + count, done + count
+            self._add(name, shape, segments)
+            position += size
+        for rank, listed in enumerate(ends):
+            if position != listed[-1]:
+                why = f"its flat tensors have {listed[-1]:,} elements, not {position:,}"
+                raise damaged(self._shards[rank].path, why)
+
+    def _read_plain(self) -> None:
+        """Find the parameters and states of a checkpoint without ZeRO."""
+        buffers = set(self._facts.get("buffer_names") or ())
+        weights = {
+            name: tensor
+            for name, tensor in self._facts["module"].items()
+            if name not in buffers and isinstance(tensor, StoredTensor)
+        }
+        saved = self._facts["optimizer"]
+        inner = saved.get("optimizer_state_dict", saved)
+        path = self._models[0].path
+        if "fp32_groups_flat" in saved:  # FP16_Optimizer: each group is one flat tensor
+            groups = [
+                {MASTER: flat} | _states_of_group(inner, index)
+                for index, flat in enumerate(saved["fp32_groups_flat"])
+            ]
+            sizes = [flat[MASTER].numel for flat in groups]
+            if len(groups) > 1 or sum(t.numel for t in _untied(weights).values()) != sizes[0]:
+                raise TrainctlError(
+                    f"{path}: which parameters are in which flat group is not saved",
+                    hint="save with ZeRO 1, which saves it",
+                )
+            position = 0
+            for name, tensor in _untied(weights).items():
+                self._add(name, tensor.shape, [Segment(0, tensor.numel, groups[0], position)])
+                position += tensor.numel
+            return
+        masters = [each for group in saved.get("fp32_groups", ()) for each in group]
+        shapes = {name: tensor.shape for name, tensor in _untied(weights).items()}
+        for name, number in order_by_shape(shapes, inner, path).items():
+            tensor = weights[name]
+            held = {MASTER: masters[number] if masters else tensor}
+            held |= _elementwise(inner["state"].get(number, {}), tensor.numel)
+            self._add(name, tensor.shape, [Segment(0, tensor.numel, held, 0)])
+
+    def _add_untrained(self) -> None:
+        """Add the parameters that did not train; at ZeRO 3 each rank has a partition of each."""
+        shapes: Mapping[str, Shape] = self._facts.get("frozen_param_shapes") or {}
+        world = len(self._models)
+        for name, shape in shapes.items():
+            numel = math.prod(shape)
+            size = -(-numel // world)
+            parts = []
+            for rank, file in enumerate(self._models):
+                held = max(0, min(size, numel - rank * size))
+                part = (file.content.get("frozen_param_fragments") or {}).get(name)
+                if part is None or part.numel < held:
+                    raise damaged(file.path, f"it lacks its part of {name}")
+                if held:
+                    parts.append(Segment(rank * size, held, {MASTER: part}, 0))
+            self._add(name, tuple(shape), parts)
+        self.untrained = frozenset(shapes)
+
+    def _add(self, name: str, shape: Shape, segments: Iterable[Segment]) -> None:
+        self.shapes[name] = tuple(shape)
+        self._segments[name] = list(segments)
+
+    def _read_progress(self, optimizer: Mapping[str, Any]) -> None:
+        facts, groups = self._facts, _parameter_groups(optimizer)
+        first = groups[0] if groups else {}
+        self.progress = SourceProgress(
+            step=facts.get("global_steps"),
+            samples=facts.get("global_samples"),
+            learning_rate=_number(first.get("lr")),
+        )
+        self.hyperparameters = hyperparameters(groups)
+        self.scalars = {"step": step} if (step := _step_of(optimizer, groups)) is not None else {}
+        self.loss_scale = _loss_scale(optimizer)
+        skipped = int(facts.get("skipped_steps") or 0)
+        if skipped:
+            self.notes.append(f"{skipped:,} of the source's steps were skipped: fp16 overflowed")
+        if facts.get("lr_scheduler"):
+            self.notes.append("the state of the source's scheduler is not carried over")
+
+
+def _optimizer_of(file: TorchFile) -> dict[str, Any]:
+    """Return the optimizer's state in a shard."""
+    found = file.content.get("optimizer_state_dict")
+    if not isinstance(found, dict) or "partition_count" not in found:
+        raise damaged(file.path, "it is no optimizer state of ZeRO")
+    return found
+
+
+def _parameter_groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameter groups of the optimizer within DeepSpeed's wrapper."""
+    inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict", optimizer))
+    return list(inner.get("param_groups", ())) if isinstance(inner, dict) else []
+
+
+def _states_of_group(optimizer: Any, index: int) -> dict[str, StoredTensor]:
+    """Return the flat states of a group.
+
+    Args:
+        optimizer: A list with the states of each group (elastic checkpoints), or the `state_dict`
+            of an optimizer of torch, whose parameters are the flat tensors in order.
+    """
+    if isinstance(optimizer, list):
+        return _elementwise(optimizer[index])
+    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+    return _elementwise(optimizer["state"].get(numbers[index], {}))
+
+
+def _elementwise(state: Mapping[str, Any], numel: int | None = None) -> dict[str, StoredTensor]:
+    """Return the states that are tensors of their parameter's size."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, StoredTensor) and value.shape and numel in (None, value.numel)
+    }
+
+
+def _untied(weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the weights without the second names of tied ones, which share a storage."""
+    found: dict[tuple[int, int], str] = {}
+    for name, tensor in weights.items():
+        found.setdefault((id(tensor.storage), tensor.start), name)
+    return {name: weights[name] for name in found.values()}
+
+
+def _cut(
+    position: int, numel: int, size: int, flats: Sequence[Mapping[str, StoredTensor]]
+) -> Iterator[Segment]:
+    """Yield the segments of a parameter in partitions of `size` elements, one a rank."""
+    done = 0
+    while done < numel:
+        rank, offset = divmod(position + done, size)
+        if rank >= len(flats):
+            return  # `_require_elements` names what is missing
+        count = min(numel - done, size - offset)
+        yield Segment(done, count, flats[rank], offset)
+        done += count
+
+
+def _number(value: Any) -> float | None:
+    """Return a number that may be a tensor with one element."""
+    if isinstance(value, StoredTensor):
+        return value.item() if value.numel == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _step_of(optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the optimizer's own count of its updates."""
+    inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict", optimizer))
+    states = inner if isinstance(inner, list) else list(inner.get("state", {}).values())
+    found = [optimizer.get("base_optimizer_state_step"), *(s.get("step") for s in states)]
+    found += [group.get("step") for group in groups]
+    return next((number for each in found if (number := _number(each)) is not None), None)
+
+
+def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return an Adam's hyperparameters by trainctl's keys; the largest weight decay counts."""
+    if not groups:
+        return {}
+    first, found = groups[0], {}
+    for key, name in (("lr", "lr"), ("eps", "epsilon")):
+        if (value := _number(first.get(key))) is not None:
+            found[name] = value
+    betas = first.get("betas")
+    if isinstance(betas, list | tuple) and len(betas) == 2:
+        found |= {"beta1": float(betas[0]), "beta2": float(betas[1])}
+    decays = [_number(group.get("weight_decay")) or 0.0 for group in groups]
+    return found | {"weight_decay": max(decays)}
+
+
+def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, float]:
+    """Return the state of a dynamic loss scale; empty if it is fixed, or there is none."""
+    scaler = optimizer.get("loss_scaler")
+    values = scaler.fields if isinstance(scaler, Record) else optimizer
+    names = ("cur_scale", "cur_iter", "last_overflow_iter")
+    numbers = {name: _number(values.get(name)) for name in names}
+    if None in numbers.values() or not optimizer.get("dynamic_loss_scale"):
+        return {}
+    hysteresis = _number(values.get("cur_hysteresis", values.get("delayed_shift", 1)))
+    numbers["cur_hysteresis"] = 1.0 if hysteresis is None else hysteresis
+    return {name: value for name, value in numbers.items() if value is not None}

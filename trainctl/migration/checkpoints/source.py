@@ -1,0 +1,145 @@
+"""The `Source` protocol: a checkpoint of another trainer, opened for streaming; and its formats."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from trainctl.errors import TrainctlError
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceProgress:
+    """Progress of the training that a source was saved in; None where it does not know."""
+
+    step: int | None = None
+    """Optimizer steps done."""
+    samples: int | None = None
+    """Sequences trained on."""
+    tokens: int | None = None
+    """Tokens trained on."""
+    learning_rate: float | None = None
+    """Learning rate of the next update, of the first parameter group."""
+
+
+class Source(ABC):
+    """A checkpoint of another trainer, whose tensors are read by ranges.
+
+    A reader sets what it knows. Names are those of the parameters in the model of transformers, as
+    far as the source tells: the writer strips the prefixes of wrappers.
+
+    Attributes:
+        format: Name of the format, a key of `FORMATS`.
+        path: Directory that the files are in.
+        shapes: Shape of each whole parameter, by name.
+        states: Names of the states that `read` returns, as trainctl names them: `master`, and those
+            of the optimizer (`exp_avg`, `exp_avg_sq`); `master` alone if it has no others.
+        scalars: States that are one number for the whole optimizer, such as `step`.
+        progress: Step, samples, tokens, learning rate.
+        hyperparameters: Hyperparameters of the optimizer in the checkpoint, by the keys of
+            trainctl's `optimizer` section (`betas` as `beta1` and `beta2`).
+        loss_scale: State of a dynamic loss scale (`cur_scale`, `cur_iter`, `last_overflow_iter`,
+            `cur_hysteresis`).
+        untrained: Parameters that the source did not train: they have `master` alone.
+        notes: Remarks on what is unknown or not carried over.
+    """
+
+    format: str
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    states: tuple[str, ...] = ("master",)
+    scalars: Mapping[str, float] = NOTHING
+    progress: SourceProgress = SourceProgress()
+    hyperparameters: Mapping[str, float] = NOTHING
+    loss_scale: Mapping[str, float] = NOTHING
+    untrained: frozenset[str] = frozenset()
+    notes: list[str]
+
+    @abstractmethod
+    def read(self, parameter: str, state: str, start: int, end: int) -> torch.Tensor:
+        """Return elements [start, end) of a state of a whole, flattened parameter.
+
+        At most two of the largest tensors may be in memory at a time. Ranges of a parameter are
+        read in order.
+
+        Raises:
+            TrainctlError: A file is damaged; names it.
+        """
+
+    def verify(self) -> None:  # noqa: B027
+        """Check the bytes that were read against the source's own checksums, if it has any.
+
+        Called once, after the last `read` and before anything is committed.
+
+        Raises:
+            TrainctlError: A file is damaged; names it.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A format of checkpoints, and the module that reads it.
+
+    The module has `is_here(directory: Path) -> bool`, which looks at names of files and little
+    else, and `open_source(directory: Path) -> Source`.
+    """
+
+    described: str
+    """What it is, in words."""
+    module: str
+
+
+FORMATS: Mapping[str, Format] = {
+    "universal": Format(
+        described="DeepSpeed universal checkpoint (zero/NAME/fp32.pt)",
+        module="trainctl.migration.checkpoints.universal",
+    ),
+    "deepspeed": Format(
+        described="DeepSpeed checkpoint (*_model_states.pt, *_optim_states.pt)",
+        module="trainctl.migration.checkpoints.deepspeed",
+    ),
+}
+"""Formats by name, in the order in which `detect` looks for them."""
+
+
+def detect(directory: Path) -> str:
+    """Return the name of the format of a checkpoint, by its content.
+
+    Raises:
+        TrainctlError: The directory does not exist, or no format is recognised.
+    """
+    if not directory.is_dir():
+        raise TrainctlError(f"{directory} is no directory")
+    for name, each in FORMATS.items():
+        if import_module(each.module).is_here(directory):
+            return name
+    known = "; ".join(f"{name}: {each.described}" for name, each in FORMATS.items())
+    raise TrainctlError(f"no checkpoint is recognised in {directory}", hint=f"known: {known}")
+
+
+def open_source(directory: Path, format: str | None = None) -> Source:
+    """Open a checkpoint of another trainer.
+
+    Args:
+        directory: The directory that its trainer was told to save in, or that of one step.
+        format: Name of its format; None detects it.
+
+    Raises:
+        TrainctlError: No such format is in the directory; or the checkpoint is damaged or
+            incomplete (exit code 5), which names the file.
+    """
+    name = detect(directory) if format is None else format
+    module = import_module(FORMATS[name].module)
+    if format is not None and not (directory.is_dir() and module.is_here(directory)):
+        raise TrainctlError(f"{directory} holds no {FORMATS[name].described}")
+    source: Source = module.open_source(directory)
+    return source

@@ -1,0 +1,438 @@
+"""Files of `torch.save` and other pickles, read without running what is in them.
+
+A pickle names functions and calls them. The unpickler here knows a short list of names, all of
+which make plain values, and refuses every other one by its name. Objects of a few classes that
+trainers save become `Record`s, which hold what was saved of them and have no behaviour.
+
+Tensors are not read with the pickle: a `StoredTensor` reads ranges of elements from the file, so a
+file may be larger than memory (torch/serialization.py; its zip entries are stored uncompressed).
+Bytes that are read have their CRC-32 compared by `TorchFile.verify`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainctl.errors import ExitCode, TrainctlError
+
+PIECE_BYTES = 1 << 26
+"""Bytes that are read at a time to complete a checksum."""
+
+
+def damaged(path: Path, why: str) -> TrainctlError:
+    """Return the error of a damaged or missing file of a foreign checkpoint (exit code 5)."""
+    return TrainctlError(
+        f"{path}: {why}",
+        hint="copy the checkpoint again, or take an older one",
+        exit_code=ExitCode.run_state,
+    )
+
+
+class Record:
+    """Object of a class that is not imported: the arguments and the state that were saved.
+
+    Attributes:
+        args: Arguments that the class was called with.
+        fields: Attributes that were set afterwards.
+    """
+
+    kind = ""
+    """Dotted name of the class."""
+    args: tuple[Any, ...]
+    fields: dict[str, Any]
+
+    def __new__(cls, *args: Any) -> Record:
+        """Make the object without running code of the class."""
+        made = super().__new__(cls)
+        made.args, made.fields = args, {}
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        """Take the arguments, which `__new__` has kept."""
+
+    def __setstate__(self, state: Any) -> None:
+        parts = state if isinstance(state, tuple) else (state,)
+        for part in parts:  # a class with slots saves (attributes, slots)
+            if isinstance(part, dict):
+                self.fields |= {str(name): value for name, value in part.items()}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.fields[str(key)] = value  # a subclass of dict
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an attribute of the object."""
+        return self.fields.get(name, default)
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+@dataclass(eq=False)
+class Storage:
+    """Bytes of one tensor storage in a file."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    checksum: int
+    """CRC-32 of the bytes, from the zip entry."""
+    _checked: int = field(default=0, init=False)
+    """Bytes from the start that `_crc` covers."""
+    _crc: int = field(default=0, init=False)
+    _is_used: bool = field(default=False, init=False)
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill `target` with the bytes from `start` on.
+
+        Raises:
+            TrainctlError: The file ends before, or cannot be read.
+        """
+        end = start + len(target)
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                done = 0
+                while done < len(target):
+                    got = os.preadv(descriptor, [target[done:]], self.offset + start + done)
+                    if not got:
+                        raise damaged(self.path, "it is truncated")
+                    done += got
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise damaged(self.path, f"it cannot be read ({error.strerror})") from None
+        self._is_used = True
+        if start <= self._checked < end:
+            self._crc = zlib.crc32(target[self._checked - start :], self._crc)
+            self._checked = end
+
+    def verify(self) -> None:
+        """Compare the checksum of a storage that was read; bytes not read in order are read again.
+
+        Raises:
+            TrainctlError: It differs.
+        """
+        if not self._is_used:
+            return
+        buffer = bytearray(min(PIECE_BYTES, self.num_bytes))
+        while self._checked < self.num_bytes:
+            size = min(len(buffer), self.num_bytes - self._checked)
+            self.read_into(memoryview(buffer)[:size], self._checked)
+        if self._crc != self.checksum:
+            raise damaged(self.path, "it is damaged (the checksum of a tensor does not match)")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StoredTensor:
+    """A tensor in a file, not read yet."""
+
+    storage: Storage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """First element in the storage."""
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def read(self, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return elements [start, end) of the flattened tensor, in its own type.
+
+        A tensor that is not contiguous is read whole.
+
+        Raises:
+            TrainctlError: The file is truncated.
+        """
+        end = self.numel if end is None else end
+        if self._is_contiguous:
+            return self._elements(self.start + start, end - start)
+        steps = zip(self.shape, self.stride, strict=True)
+        span = 1 + sum((size - 1) * stride for size, stride in steps) if self.numel else 0
+        whole = self._elements(self.start, span).as_strided(self.shape, self.stride)
+        return whole.reshape(-1)[start:end]
+
+    def item(self) -> float:
+        """Return the value of a tensor with one element."""
+        return float(self.read(0, 1).item())
+
+    @property
+    def _is_contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def _elements(self, start: int, count: int) -> torch.Tensor:
+        values = torch.empty(count, dtype=self.dtype)
+        if count:
+            target = memoryview(values.view(torch.uint8).numpy())
+            self.storage.read_into(target, start * self.dtype.itemsize)
+        return values
+
+
+class TorchFile:
+    """A file of `torch.save` in its zip format, whose tensors are read on demand.
+
+    Attributes:
+        content: What was saved; tensors are `StoredTensor`s.
+
+    Args:
+        records: Dotted names of further classes whose objects become `Record`s.
+
+    Raises:
+        TrainctlError: The file is missing, truncated, damaged or in torch's format before 1.6
+            (exit code 5), or it holds an object that is not loaded; names the file.
+    """
+
+    def __init__(self, path: Path, records: Collection[str] = ()) -> None:
+        self.path = path
+        self._storages: dict[str, Storage] = {}
+        try:
+            with zipfile.ZipFile(path) as archive:
+                self._entries = {
+                    entry.filename.partition("/")[2]: entry for entry in archive.infolist()
+                }
+                if "data.pkl" not in self._entries:
+                    raise damaged(path, "it is no file of torch.save")
+                if self._bytes_of(archive, "byteorder") not in (b"", b"little"):
+                    raise damaged(path, "its numbers are big-endian")
+                pickled = self._bytes_of(archive, "data.pkl")
+        except FileNotFoundError:
+            raise damaged(path, "it is missing") from None
+        except OSError as error:
+            raise damaged(path, f"it cannot be read ({error.strerror})") from None
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            why = f"it is truncated, damaged, or not in torch's zip format ({error})"
+            raise damaged(path, why) from None
+        self._size = path.stat().st_size
+        self.content = unpickle(pickled, path, records=records, storage=self._storage)
+
+    def verify(self) -> None:
+        """Compare the checksums of all tensors that were read.
+
+        Raises:
+            TrainctlError: One differs.
+        """
+        for storage in self._storages.values():
+            storage.verify()
+
+    def _bytes_of(self, archive: zipfile.ZipFile, name: str) -> bytes:
+        return archive.read(self._entries[name]) if name in self._entries else b""
+
+    def _storage(self, key: str) -> Storage:
+        if key not in self._storages:
+            entry = self._entries.get(f"data/{key}")
+            if entry is None:
+                raise damaged(self.path, f"tensor {key} is missing in it")
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise damaged(self.path, "it is compressed, which torch.save does not do")
+            offset = self._data_offset(entry)
+            if offset + entry.file_size > self._size:
+                raise damaged(self.path, "it is truncated")
+            self._storages[key] = Storage(self.path, offset, entry.file_size, entry.CRC)
+        return self._storages[key]
+
+    def _data_offset(self, entry: zipfile.ZipInfo) -> int:
+        """Return where an entry's bytes begin: after its local header, name and extra field."""
+        with self.path.open("rb") as file:
+            file.seek(entry.header_offset)
+            header = file.read(30)
+        if len(header) < 30 or not header.startswith(b"PK\x03\x04"):
+            raise damaged(self.path, "it is damaged (a zip header is not there)")
+        name, extra = struct.unpack("<HH", header[26:30])
+        return entry.header_offset + 30 + int(name) + int(extra)
+
+
+def unpickle(
+    data: bytes,
+    path: Path,
+    *,
+    records: Collection[str] = (),
+    storage: Callable[[str], Storage] | None = None,
+) -> Any:
+    """Return the plain values in a pickle.
+
+    Args:
+        path: File to name in errors.
+        records: Dotted names of classes whose objects become `Record`s, beside `RECORDS`.
+        storage: Returns the storage of a key; None refuses tensors.
+
+    Raises:
+        TrainctlError: The pickle is damaged (exit code 5), or it holds an object that is not loaded
+            (exit code 2).
+    """
+    try:
+        return _Unpickler(data, path, {*RECORDS, *records}, storage).load()
+    except TrainctlError:
+        raise
+    except Exception as error:  # damaged bytes can raise anything
+        what = str(error) or type(error).__name__
+        raise damaged(path, f"its pickle is damaged ({what})") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        data: bytes,
+        path: Path,
+        records: Collection[str],
+        storage: Callable[[str], Storage] | None,
+    ) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._path, self._records, self._storage = path, records, storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _PLAIN:
+            return _PLAIN[full]
+        if full in self._records:
+            return type(name, (Record,), {"kind": full})
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise TrainctlError(
+            f"{self._path} holds an object of {full}, and objects of other programs are not loaded",
+            hint="save it without that object: only tensors and plain values are read",
+        )
+
+    def persistent_load(self, pid: Any) -> tuple[Storage, torch.dtype]:
+        if self._storage is None or not isinstance(pid, tuple) or pid[0] != "storage":
+            raise pickle.UnpicklingError("a reference to nothing")
+        _, kind, key, *_ = pid
+        return self._storage(str(key)), kind
+
+
+def _tensor(
+    stored: tuple[Storage, torch.dtype],
+    start: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *rest: Any,
+    dtype: torch.dtype | None = None,
+) -> StoredTensor:
+    storage, kind = stored
+    tensor = StoredTensor(storage, dtype or kind, tuple(shape), int(start), tuple(stride))
+    steps = zip(tensor.shape, tensor.stride, strict=True)
+    last = tensor.start + sum((size - 1) * step for size, step in steps)
+    is_inside = not tensor.numel or (last + 1) * tensor.dtype.itemsize <= storage.num_bytes
+    if min((tensor.start, *tensor.shape, *tensor.stride)) < 0 or not is_inside:
+        raise pickle.UnpicklingError("a tensor is larger than its storage")
+    return tensor
+
+
+def _untyped_tensor(
+    stored: tuple[Storage, torch.dtype],
+    start: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    *rest: Any,
+) -> StoredTensor:
+    """Return the tensor of `_rebuild_tensor_v3`, which has an untyped storage."""
+    return _tensor(stored, start, shape, stride, dtype=dtype)
+
+
+def _parameter(data: StoredTensor, *rest: Any) -> StoredTensor:
+    return data
+
+
+def _with_type(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """Return the tensor of `_rebuild_from_type_v2`, without its subclass and attributes."""
+    return function(*args)
+
+
+def _encoded(text: str, encoding: str = "latin1") -> bytes:
+    """Return bytes, which pickles before protocol 3 hold as text."""
+    return text.encode("latin1")
+
+
+class _Dictionary(dict[Any, Any]):
+    """An `OrderedDict`, without the attributes that a module's `state_dict` has (`_metadata`)."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the attributes."""
+
+
+def _no_default(factory: Any = None) -> dict[Any, Any]:
+    """Return a `defaultdict` as a plain dictionary."""
+    return {}
+
+
+def _path(*parts: str) -> str:
+    return "/".join(parts)
+
+
+_PLAIN: Mapping[str, Any] = {
+    "collections.OrderedDict": _Dictionary,
+    "collections.defaultdict": _no_default,
+    "torch.Size": tuple,
+    "torch.device": _path,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _untyped_tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _with_type,
+    "torch.nn.parameter.Parameter": _parameter,
+    "torch._tensor.Tensor": _parameter,
+    "torch.Tensor": _parameter,
+    "_codecs.encode": _encoded,
+    "pathlib.PosixPath": _path,
+    "pathlib._local.PosixPath": _path,
+    **{f"builtins.{kind.__name__}": kind for kind in (set, frozenset, dict, list, tuple)},
+    **{f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, complex)},
+    "builtins.bytearray": bytearray,
+}
+"""What a pickle may call: each makes a plain value or a `StoredTensor`."""
+
+_STORAGES: Mapping[str, torch.dtype] = {
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "UntypedStorage": torch.uint8,
+}
+
+RECORDS = frozenset(
+    {
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+        "numpy.dtype",
+        "numpy.ndarray",
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+        "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray.scalar",
+        "deepspeed.checkpoint.utils.SubparamShape",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    }
+)
+"""Classes (and numpy's constructors) whose objects trainers save beside tensors."""

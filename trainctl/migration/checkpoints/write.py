@@ -1,0 +1,332 @@
+"""Import of a foreign checkpoint: a run whose first checkpoint has the tensors of a `Source`.
+
+Tensors are copied a piece at a time, so no parameter is ever whole in memory here. The checkpoint
+is committed as a training run commits its own; nothing is left of an import that fails.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainctl import __version__
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.migration.checkpoints.differences import differences
+from trainctl.migration.checkpoints.names import match_names
+from trainctl.migration.checkpoints.source import Source
+from trainctl.models.hf_weights import tied_names
+from trainctl.options.optimizer import spec_of
+from trainctl.plans.identity import check_shapes, model_description
+from trainctl.plans.mup import multipliers
+from trainctl.plans.settings import number_formats
+from trainctl.plans.trainable import is_partial
+from trainctl.plans.types import RunPlan
+from trainctl.runs import checkpoints
+from trainctl.runs.directory import create_run, is_run, open_run, remove_run
+from trainctl.runs.files import make_folder
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.lock import hold_lock
+from trainctl.runs.manifest import FORMAT, write_manifest
+from trainctl.train.checkpoint.content import write_stream
+from trainctl.train.checkpoint.optimizer_state import MASTER
+from trainctl.train.checkpoint.save import check_space
+from trainctl.train.models.model import TORCH_TYPES, skeleton
+
+PIECE = 1 << 24
+"""Elements that are copied at a time: 64 MiB in fp32."""
+
+FILE_BYTES = 4 * 2**30
+"""Size from which the next parameter begins a new file; ranks verify files in shares."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are written and their total."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedCheckpoint:
+    """Result of an import."""
+
+    run: str
+    """The run's directory."""
+    checkpoint: str
+    """Name of the checkpoint's folder."""
+    format: str
+    """Name of the source's format."""
+    step: int
+    samples: int
+    tokens: int
+    states: list[str]
+    num_parameters: int
+    size_bytes: int
+    """Bytes of all tensors."""
+    notes: list[str]
+    """What is unknown, was not carried over, or differs from the configuration."""
+
+
+def import_source(
+    source: Source,
+    plan: RunPlan,
+    run_dir: Path,
+    *,
+    argv: Sequence[str] = (),
+    progress: Progress = lambda done, total: None,
+) -> ImportedCheckpoint:
+    """Write a source as the first checkpoint of a run, which is made unless it is there.
+
+    Raises:
+        TrainctlError: The source is of another model or optimizer, or it is damaged (exit code 5);
+            the run has checkpoints already. Nothing is left behind.
+    """
+    names = _matched_names(source, plan)
+    states = _carried_states(source, plan)
+    facts, notes = _facts(source, plan)
+    was_there = is_run(run_dir)
+    run = open_run(run_dir) if was_there else create_run(plan.config, run_dir=run_dir, argv=argv)
+    try:
+        with hold_lock(run):
+            if checkpoints.checkpoint_folders(run):
+                raise TrainctlError(
+                    f"{run.root} has checkpoints already",
+                    hint="import into a new directory",
+                    exit_code=ExitCode.run_state,
+                )
+            total = _write(source, run, names, states, facts, plan, progress)
+    except BaseException:
+        if not was_there:
+            remove_run(run)
+        raise
+    return ImportedCheckpoint(
+        run=str(run.root),
+        checkpoint=checkpoints.checkpoint_name(facts["step"]),
+        format=source.format,
+        step=facts["step"],
+        samples=facts["samples"],
+        tokens=facts["tokens"],
+        states=list(states),
+        num_parameters=sum(math.prod(source.shapes[name]) for name in names.values()),
+        size_bytes=total,
+        notes=notes,
+    )
+
+
+def _matched_names(source: Source, plan: RunPlan) -> dict[str, str]:
+    """Return the source's name of each parameter of the planned model, in the model's order.
+
+    Raises:
+        TrainctlError: Tensors are missing, left over or of another shape, or the source did not
+            train all of them.
+    """
+    if is_partial(plan.config):
+        raise TrainctlError(
+            "a checkpoint cannot be imported into a run that trains only a part of its model",
+            hint="leave adapter and training.freeze out",
+        )
+    model = skeleton(plan.config.model, TORCH_TYPES[number_formats(plan.config.precision).weights])
+    shapes = {name: list(each.shape) for name, each in model.named_parameters()}
+    names = match_names(source, shapes, tied_names(model))
+    found = {name: list(source.shapes[there]) for name, there in names.items()}
+    used = set(names.values())
+    found |= {name: list(shape) for name, shape in source.shapes.items() if name not in used}
+    where = f"{source.path} ({source.format})"
+    try:
+        check_shapes(where, {"shapes": found}, shapes)
+    except TrainctlError as error:
+        hint = "configure the source's model: recipe=..., model.KEY=VALUE, or model.path=DIR"
+        raise TrainctlError(error.message, hint=hint, exit_code=error.exit_code) from None
+    untrained = sorted(source.untrained & used)
+    if untrained:
+        more = f" and {len(untrained) - 1} more" if len(untrained) > 1 else ""
+        raise TrainctlError(
+            f"{where} did not train {untrained[0]}{more}, and this run would",
+            hint="take the weights alone, into a new run: model.initial_weights",
+            exit_code=ExitCode.run_state,
+        )
+    return names
+
+
+def _carried_states(source: Source, plan: RunPlan) -> tuple[str, ...]:
+    """Return the states to write.
+
+    Raises:
+        TrainctlError: The source has the states of another optimizer (exit code 5).
+    """
+    section = plan.config.optimizer
+    wanted = set(spec_of(section).states_of(section, is_matrix=False))
+    had = set(source.states) - {MASTER}
+    if had and not (wanted and wanted <= had):
+        raise TrainctlError(
+            f"{source.path} has the optimizer states {', '.join(sorted(had))}; "
+            f"optimizer={section.kind} has {', '.join(sorted(wanted)) or 'none'}",
+            hint="choose the optimizer that the source trained with",
+            exit_code=ExitCode.run_state,
+        )
+    for left in sorted(had - wanted):
+        source.notes.append(f"the optimizer state {left} is left out: optimizer={section.kind}")
+    if not had:
+        source.notes.append("the source has no optimizer states: they begin at zero")
+    return (MASTER, *sorted(wanted & had))
+
+
+def _facts(source: Source, plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
+    """Return step, samples and tokens for the manifest, and all notes.
+
+    Raises:
+        TrainctlError: The source does not know its step.
+    """
+    known, notes = source.progress, list(source.notes)
+    step = known.step if known.step is not None else source.scalars.get("step")
+    if step is None:
+        raise TrainctlError(f"{source.path} does not say at which step it was saved")
+    step = int(step)
+    samples, tokens = known.samples, known.tokens
+    if samples is None:
+        samples = plan.batches.samples_before(step)
+        notes.append(
+            f"samples trained on are unknown: {samples:,} is what {step:,} steps of this "
+            "configuration have"
+        )
+    if tokens is None:
+        length = plan.config.training.sequence_length
+        tokens = samples * length
+        notes.append(
+            f"tokens trained on are unknown: {tokens:,} is {samples:,} samples of {length:,}"
+        )
+    notes.append(
+        f"the data continues at sample {samples:,} of this run's own order; which samples the "
+        "source has seen is not known"
+    )
+    notes += differences(source, plan, step, samples)
+    return {"step": step, "samples": samples, "tokens": tokens}, notes
+
+
+def _write(
+    source: Source,
+    run: RunPaths,
+    names: Mapping[str, str],
+    states: Sequence[str],
+    facts: Mapping[str, Any],
+    plan: RunPlan,
+    progress: Progress,
+) -> int:
+    """Write and commit the checkpoint; return the bytes of its tensors.
+
+    Raises:
+        TrainctlError: The source is damaged, or the disk is full (exit code 4).
+    """
+    step: int = facts["step"]
+    folder = checkpoints.temporary_path(run, step)
+    shapes = {name: list(source.shapes[there]) for name, there in names.items()}
+    numel = sum(math.prod(shape) for shape in shapes.values())
+    total = numel * len(states) * torch.float32.itemsize
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        make_folder(folder)
+        check_space(folder, total)
+        files, fragments = _write_files(source, folder, names, states, lambda n: progress(n, total))
+        source.verify()
+        write_manifest(
+            folder,
+            {
+                **facts,
+                "format": FORMAT,
+                "trainctl": __version__,
+                "run": checkpoints.manifest_run_id(run) or "",
+                "attempt": 0,
+                "model": model_description(plan.config.model, shapes),
+                "multipliers": multipliers(plan.config.model),
+                "weights_only": False,
+                "kept_for": "",
+                "metrics": {},
+                "layout": {},
+                "loss_scale": dict(source.loss_scale),
+                "corpus_digest": "",
+                "imported": {"format": source.format, "path": str(source.path.resolve())},
+                "shapes": shapes,
+                "states": list(states),
+                "scalars": dict(source.scalars) if len(states) > 1 else {},
+                "files": files,
+                "fragments": fragments,
+            },
+        )
+        checkpoints.commit_checkpoint(run, step)
+    except OSError as error:
+        raise TrainctlError(
+            f"the checkpoint could not be written: {error}",
+            hint="free space, and import again",
+            exit_code=ExitCode.environment,
+        ) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(total)
+
+
+def _write_files(
+    source: Source,
+    folder: Path,
+    names: Mapping[str, str],
+    states: Sequence[str],
+    progress: Callable[[int], None],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Write all tensors; return the manifest's entries of files and fragments.
+
+    Each parameter is an optimizer tensor of its own, and states of one parameter follow each other.
+    """
+    done = 0
+
+    def pieces(listed: Sequence[str]) -> Iterator[torch.Tensor]:
+        nonlocal done
+        for name in listed:
+            numel = math.prod(source.shapes[names[name]])
+            for state in states:
+                for start in range(0, numel, PIECE):
+                    values = source.read(names[name], state, start, min(start + PIECE, numel))
+                    yield values.to(torch.float32)
+                    done += values.numel() * torch.float32.itemsize
+                    progress(done)
+
+    files: list[dict[str, Any]] = []
+    fragments: list[dict[str, Any]] = []
+    for listed in _split_into_files(source, names, len(states)):
+        file = f"imported-{len(files):05d}.safetensors"
+        numels = [math.prod(source.shapes[names[name]]) for name in listed]
+        layout = {
+            f"{state}/{index}": (torch.float32, (numel,))
+            for index, numel in enumerate(numels)
+            for state in states
+        }
+        size, digest = write_stream(folder / file, layout, pieces(listed))
+        files.append({"name": file, "bytes": size, "sha256": digest})
+        fragments += [
+            {
+                "parameter": name,
+                "start": 0,
+                "numel": numel,
+                "file": file,
+                "tensor": index,
+                "offset": 0,
+            }
+            for index, (name, numel) in enumerate(zip(listed, numels, strict=True))
+        ]
+    return files, fragments
+
+
+def _split_into_files(
+    source: Source, names: Mapping[str, str], num_states: int
+) -> Iterator[list[str]]:
+    """Yield the parameters of each file, in the model's order."""
+    listed: list[str] = []
+    size = 0
+    for name, there in names.items():
+        listed.append(name)
+        size += math.prod(source.shapes[there]) * num_states * torch.float32.itemsize
+        if size >= FILE_BYTES:
+            yield listed
+            listed, size = [], 0
+    if listed:
+        yield listed
