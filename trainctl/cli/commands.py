@@ -55,7 +55,7 @@ COMMANDS = {
         "export:add_tokens",
         "Write a transformers directory again with more special tokens.",
     ),
-    "checkpoint": (USE, "checkpoint:app", "List, verify, remove and save checkpoints."),
+    "checkpoint": (USE, "checkpoint:app", "List, verify, import, remove and save checkpoints."),
     "validate": (
         PLAN,
         "validate:validate",

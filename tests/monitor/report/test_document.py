@@ -19,7 +19,7 @@ from trainctl.config.overrides import SweepPoint
 from trainctl.errors import ExitCode
 from trainctl.monitor.report.document import report_document, report_rows
 from trainctl.monitor.report.history import History
-from trainctl.monitor.report.page import Source, report_page
+from trainctl.monitor.report.page import PageSource, report_page
 from trainctl.monitor.report.watching import WatchApp
 from trainctl.runs.directory import new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
@@ -216,8 +216,8 @@ def test_nothing_in_a_page_is_taken_for_markup(tmp_path: Path) -> None:
     assert inside is not None and evil in json.loads(inside[1])["runs"][0]["marks"][0]["text"]
 
 
-@pytest.mark.parametrize("source", [None, Source("data.json?token=a")])
-def test_only_what_is_in_the_page_may_run(source: Source | None) -> None:
+@pytest.mark.parametrize("source", [None, PageSource("data.json?token=a")])
+def test_only_what_is_in_the_page_may_run(source: PageSource | None) -> None:
     written = report_page(title="run", source=source)
     policy = re.search(r'Policy" content="([^"]*)"', written)
     assert policy is not None and policy[1].startswith("default-src 'none'")

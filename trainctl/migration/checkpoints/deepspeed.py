@@ -28,7 +28,7 @@ import torch
 from trainctl.errors import TrainctlError
 from trainctl.migration.checkpoints.names import order_by_shape
 from trainctl.migration.checkpoints.source import Source, SourceProgress
-from trainctl.migration.checkpoints.unpickle import Record, StoredTensor, TorchFile, damaged
+from trainctl.migration.checkpoints.unpickle import LazyTensor, Record, TorchFile, damaged
 from trainctl.train.checkpoint.optimizer_state import MASTER
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -66,7 +66,7 @@ class Segment:
     start: int
     """First element in the flattened parameter."""
     numel: int
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, LazyTensor]
     """The flat tensor of each state."""
     offset: int
     """First element in the flat tensors."""
@@ -210,7 +210,7 @@ class DeepSpeedSource(Source):
             self._require_elements(position - sum(gaps[-1:]), size, flats)
 
     def _require_elements(
-        self, wanted: int, size: int, flats: Sequence[Mapping[str, StoredTensor]]
+        self, wanted: int, size: int, flats: Sequence[Mapping[str, LazyTensor]]
     ) -> None:
         """Refuse partitions in which some elements are missing."""
         for rank, flat in enumerate(flats):
@@ -262,7 +262,7 @@ class DeepSpeedSource(Source):
         weights = {
             name: tensor
             for name, tensor in self._facts["module"].items()
-            if name not in buffers and isinstance(tensor, StoredTensor)
+            if name not in buffers and isinstance(tensor, LazyTensor)
         }
         saved = self._facts["optimizer"]
         inner = saved.get("optimizer_state_dict", saved)
@@ -345,7 +345,7 @@ def _parameter_groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(inner.get("param_groups", ())) if isinstance(inner, dict) else []
 
 
-def _states_of_group(optimizer: Any, index: int) -> dict[str, StoredTensor]:
+def _states_of_group(optimizer: Any, index: int) -> dict[str, LazyTensor]:
     """Return the flat states of a group.
 
     Args:
@@ -358,16 +358,16 @@ def _states_of_group(optimizer: Any, index: int) -> dict[str, StoredTensor]:
     return _elementwise(optimizer["state"].get(numbers[index], {}))
 
 
-def _elementwise(state: Mapping[str, Any], numel: int | None = None) -> dict[str, StoredTensor]:
+def _elementwise(state: Mapping[str, Any], numel: int | None = None) -> dict[str, LazyTensor]:
     """Return the states that are tensors of their parameter's size."""
     return {
         name: value
         for name, value in state.items()
-        if isinstance(value, StoredTensor) and value.shape and numel in (None, value.numel)
+        if isinstance(value, LazyTensor) and value.shape and numel in (None, value.numel)
     }
 
 
-def _untied(weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _untied(weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the weights without the second names of tied ones, which share a storage."""
     found: dict[tuple[int, int], str] = {}
     for name, tensor in weights.items():
@@ -376,7 +376,7 @@ def _untied(weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _cut(
-    position: int, numel: int, size: int, flats: Sequence[Mapping[str, StoredTensor]]
+    position: int, numel: int, size: int, flats: Sequence[Mapping[str, LazyTensor]]
 ) -> Iterator[Segment]:
     """Yield the segments of a parameter in partitions of `size` elements, one a rank."""
     done = 0
@@ -391,7 +391,7 @@ def _cut(
 
 def _number(value: Any) -> float | None:
     """Return a number that may be a tensor with one element."""
-    if isinstance(value, StoredTensor):
+    if isinstance(value, LazyTensor):
         return value.item() if value.numel == 1 else None
     return float(value) if isinstance(value, int | float) else None
 

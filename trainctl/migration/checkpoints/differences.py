@@ -1,4 +1,4 @@
-"""What a source shows of its training and the configuration contradicts, in words."""
+"""Differences between the training of a source and the configuration, in words."""
 
 from __future__ import annotations
 

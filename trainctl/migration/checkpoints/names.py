@@ -68,7 +68,7 @@ def order_by_shape(
 
     Args:
         shapes: Shapes of the parameters in the model's order, each tied weight once.
-        optimizer: The `state_dict`, with `StoredTensor`s.
+        optimizer: The `state_dict`, with `LazyTensor`s.
         path: File to name in errors.
 
     Raises:

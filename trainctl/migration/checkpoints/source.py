@@ -94,7 +94,7 @@ class Format:
     """
 
     described: str
-    """What it is, in words."""
+    """Description for messages."""
     module: str
 
 

@@ -16,7 +16,7 @@ import torch
 from trainctl.errors import TrainctlError
 from trainctl.migration.checkpoints.deepspeed import hyperparameters
 from trainctl.migration.checkpoints.source import Source, SourceProgress
-from trainctl.migration.checkpoints.unpickle import StoredTensor, TorchFile, damaged
+from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, damaged
 from trainctl.train.checkpoint.optimizer_state import MASTER
 
 WEIGHTS = "fp32"
@@ -53,7 +53,7 @@ class UniversalSource(Source):
         self.path, self.notes = directory, []
         folder = _step_folder(directory)
         self._files: list[TorchFile] = []
-        self._tensors: dict[str, dict[str, StoredTensor]] = {}
+        self._tensors: dict[str, dict[str, LazyTensor]] = {}
         self.shapes = {}
         steps = set()
         for parent in sorted(path for path in (folder / "zero").iterdir() if path.is_dir()):
@@ -80,10 +80,10 @@ class UniversalSource(Source):
         self._files.append(TorchFile(path))
         return self._files[-1].content
 
-    def _tensor(self, path: Path) -> StoredTensor:
+    def _tensor(self, path: Path) -> LazyTensor:
         content = self._open(path)
         tensor = content.get("param") if isinstance(content, dict) else content
-        if not isinstance(tensor, StoredTensor):
+        if not isinstance(tensor, LazyTensor):
             raise damaged(path, "it has no tensor")
         return tensor
 
@@ -122,7 +122,7 @@ class UniversalSource(Source):
 
 
 def _number(value: Any, path: Path) -> float:
-    if isinstance(value, StoredTensor) and value.numel == 1:
+    if isinstance(value, LazyTensor) and value.numel == 1:
         return value.item()
     if isinstance(value, int | float):
         return float(value)

@@ -4,7 +4,7 @@ A pickle names functions and calls them. The unpickler here knows a short list o
 which make plain values, and refuses every other one by its name. Objects of a few classes that
 trainers save become `Record`s, which hold what was saved of them and have no behaviour.
 
-Tensors are not read with the pickle: a `StoredTensor` reads ranges of elements from the file, so a
+Tensors are not read with the pickle: a `LazyTensor` reads ranges of elements from the file, so a
 file may be larger than memory (torch/serialization.py; its zip entries are stored uncompressed).
 Bytes that are read have their CRC-32 compared by `TorchFile.verify`.
 """
@@ -135,7 +135,7 @@ class Storage:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class StoredTensor:
+class LazyTensor:
     """A tensor in a file, not read yet."""
 
     storage: Storage
@@ -190,7 +190,7 @@ class TorchFile:
     """A file of `torch.save` in its zip format, whose tensors are read on demand.
 
     Attributes:
-        content: What was saved; tensors are `StoredTensor`s.
+        content: What was saved; tensors are `LazyTensor`s.
 
     Args:
         records: Dotted names of further classes whose objects become `Record`s.
@@ -326,9 +326,9 @@ def _tensor(
     stride: Sequence[int],
     *rest: Any,
     dtype: torch.dtype | None = None,
-) -> StoredTensor:
+) -> LazyTensor:
     storage, kind = stored
-    tensor = StoredTensor(storage, dtype or kind, tuple(shape), int(start), tuple(stride))
+    tensor = LazyTensor(storage, dtype or kind, tuple(shape), int(start), tuple(stride))
     steps = zip(tensor.shape, tensor.stride, strict=True)
     last = tensor.start + sum((size - 1) * step for size, step in steps)
     is_inside = not tensor.numel or (last + 1) * tensor.dtype.itemsize <= storage.num_bytes
@@ -346,12 +346,12 @@ def _untyped_tensor(
     hooks: Any,
     dtype: torch.dtype,
     *rest: Any,
-) -> StoredTensor:
+) -> LazyTensor:
     """Return the tensor of `_rebuild_tensor_v3`, which has an untyped storage."""
     return _tensor(stored, start, shape, stride, dtype=dtype)
 
 
-def _parameter(data: StoredTensor, *rest: Any) -> StoredTensor:
+def _parameter(data: LazyTensor, *rest: Any) -> LazyTensor:
     return data
 
 
@@ -401,7 +401,7 @@ _PLAIN: Mapping[str, Any] = {
     **{f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, complex)},
     "builtins.bytearray": bytearray,
 }
-"""What a pickle may call: each makes a plain value or a `StoredTensor`."""
+"""Functions that a pickle may call: each makes a plain value or a `LazyTensor`."""
 
 _STORAGES: Mapping[str, torch.dtype] = {
     "FloatStorage": torch.float32,

@@ -66,7 +66,7 @@ class ImportedCheckpoint:
     size_bytes: int
     """Bytes of all tensors."""
     notes: list[str]
-    """What is unknown, was not carried over, or differs from the configuration."""
+    """Remarks: what is unknown, was not carried over, or differs from the configuration."""
 
 
 def import_source(

@@ -28,7 +28,7 @@ STYLES = ("uplot/uPlot.min.css", "page.css")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PageSource:
     """Server that a page gets its data from."""
 
     url: str
@@ -38,7 +38,7 @@ class Source:
 
 
 def report_page(
-    document: Mapping[str, Any] | None = None, *, title: str, source: Source | None = None
+    document: Mapping[str, Any] | None = None, *, title: str, source: PageSource | None = None
 ) -> str:
     """Return the HTML of a page.
 

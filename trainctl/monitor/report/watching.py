@@ -29,7 +29,7 @@ from trainctl.errors import TrainctlError
 from trainctl.monitor.report.document import report_document
 from trainctl.monitor.report.history import History
 from trainctl.monitor.report.page import (
-    Source,
+    PageSource,
     content_security_policy,
     folder_page,
     folder_policy,
@@ -71,7 +71,7 @@ class RunsPage:
 
     def html(self) -> Answer:
         """Return the page, which requests its data itself."""
-        text = report_page(title=self.title, source=Source("data.json", POLL_SECONDS))
+        text = report_page(title=self.title, source=PageSource("data.json", POLL_SECONDS))
         policy = content_security_policy(has_source=True) + _NO_FRAMES
         return Answer(_bytes(text), "text/html; charset=utf-8", policy=policy)
 
