@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainctl.launchers.machine_report import MachineReport
     from trainctl.launchers.offline import WeightsChoice
     from trainctl.launchers.planning import PlannedConfig
+    from trainctl.launchers.prove import Proof
     from trainctl.launchers.start import Observer
     from trainctl.launchers.sweep import SweepObserver
     from trainctl.memory.budget import MemoryBudget
@@ -63,6 +64,7 @@ __all__ = [
     "list_runs",
     "load",
     "plan",
+    "prove",
     "report",
     "resume",
     "search",
@@ -916,6 +918,54 @@ def import_checkpoint(
         format=format,
         argv=recorded if argv is None else argv,
         progress=progress or _ignore,
+    )
+
+
+def prove(
+    run: Run | Place,
+    *changes: str,
+    steps: int = 2,
+    checkpoint: int | None = None,
+    python: Place | None = None,
+    say: Callable[[str], None] | None = None,
+    config_dir: Place | None = None,
+) -> Proof:
+    """Prove that a change computes the same: replay steps with and without it, and compare.
+
+    Each replay is a launch of its own beside the run, which gets nothing but the result's file.
+
+    Args:
+        run: A run with a checkpoint, or its directory.
+        changes: Overrides, as of `resume`: another layout, precision, kernel or engine. Without
+            any, the same is replayed twice.
+        steps: Number of steps to replay; at least 1.
+        checkpoint: Step of the checkpoint; None takes the newest with as many steps left.
+        python: Interpreter of another environment, which makes the second replay: another torch or
+            DeepSpeed.
+        say: Called with a sentence as each replay begins.
+        config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
+
+    Returns:
+        The verdict, the first tensor that differs by more than rounding, and each step.
+
+    Raises:
+        TrainctlError: There is no such checkpoint, or the change is not legal or changes which
+            samples a step has. As `RunFailed`: a replay failed.
+    """
+    from trainctl.config.compose import recompose
+    from trainctl.launchers import prove as proofs
+
+    if steps < 1:
+        raise TrainctlError(f"--steps {steps} replays nothing", hint="--steps 1")
+    folder = _config_dir(config_dir)
+    return proofs.prove(
+        (run if isinstance(run, Run) else Run(run)).paths,
+        lambda before: recompose(before, changes, config_dir=folder),
+        changes=changes,
+        steps=steps,
+        checkpoint=checkpoint,
+        python=None if python is None else Path(python).absolute(),
+        say=say or _ignore,
     )
 
 

@@ -30,7 +30,7 @@ class ExitCode(IntEnum):
     or a checkpoint is damaged.
     """
     training_failed = 6
-    """A rank ended with an error of its own; its log says which."""
+    """A rank ended with an error of its own; its log says which. Or a proof found a difference."""
     requeue = 75
     """Stopped on request after saving (EX_TEMPFAIL of sysexits.h): the same command continues."""
     interrupted = 130

@@ -26,6 +26,11 @@ COMMANDS = {
         "launch:resume",
         "Continue a run (the newest, if none is named) from its newest complete checkpoint.",
     ),
+    "prove": (
+        TRAIN,
+        "prove:prove",
+        "Replay steps of a run with a change, and name the first tensor that differs.",
+    ),
     "sweep": (
         TRAIN,
         "sweep:sweep",

@@ -78,7 +78,12 @@ def tagged_environment(tag: RunTag, environment: Mapping[str, str]) -> dict[str,
 
 
 def start_in_background(
-    run: RunPaths, attempt: AttemptPaths, lock: int, *, dies_with_parent: bool = False
+    run: RunPaths,
+    attempt: AttemptPaths,
+    lock: int,
+    *,
+    dies_with_parent: bool = False,
+    python: str = sys.executable,
 ) -> Process:
     """Start the attempt's launcher in a session of its own; its output goes to `launcher.log`.
 
@@ -86,11 +91,12 @@ def start_in_background(
 
     Args:
         dies_with_parent: Whether the launcher gets SIGTERM when this process ends.
+        python: Interpreter of the launcher and all that it starts.
     """
     environment = {k: v for k, v in os.environ.items() if k != PARENT_VARIABLE}
     if dies_with_parent:
         environment[PARENT_VARIABLE] = str(os.getpid())
-    command = [sys.executable, "-P", "-m", "trainctl.launchers", str(run.root)]
+    command = [python, "-P", "-m", "trainctl.launchers", str(run.root)]
     command += ["--attempt", str(attempt.number), "--lock", str(lock)]
     with attempt.launcher_log.open("ab") as log:
         process = subprocess.Popen(

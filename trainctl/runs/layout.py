@@ -16,6 +16,8 @@ RUN/
   NAME/                  files of the logger of that name
   callbacks/             NAME/: files of the callback of that name, if it has any
   requests/              requests to a running launch, for its next step
+  recording/             summaries of tensors, in the replays of `trainctl prove` only
+  proofs/                N.json: results of `trainctl prove`
   attempts/N/            one launch or resume, N from 1
     plan.json            frozen plan
     ds_config.json       DeepSpeed's configuration
@@ -173,6 +175,15 @@ class RunPaths:
     @property
     def requests(self) -> Path:
         return self.root / "requests"
+
+    @property
+    def recording(self) -> Path:
+        """Folder of a replay: `settings.json` makes its ranks record, each in `rank-N.npz`."""
+        return self.root / "recording"
+
+    @property
+    def proofs(self) -> Path:
+        return self.root / "proofs"
 
     @property
     def attempts(self) -> Path:

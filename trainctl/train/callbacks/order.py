@@ -21,10 +21,12 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.callbacks import Callback, Ranks
 from trainctl.options.objective import objective_of
 from trainctl.plans.types import RunPlan
+from trainctl.runs.recording import requested_recording
 from trainctl.train.callbacks.checkpoints import Checkpoints
 from trainctl.train.callbacks.context import Journal, RankContext, StepState
 from trainctl.train.callbacks.evaluation import EarlyStopping, Evaluation, Plateau, Sampling
 from trainctl.train.callbacks.profile import Profile, Profiler
+from trainctl.train.callbacks.recorder import TensorRecorder
 from trainctl.train.callbacks.steps import (
     Divergence,
     DivergenceRecords,
@@ -71,7 +73,9 @@ def callbacks_of_run(
         "plateau": Plateau(session.learning_rate, journal),
         "sampling": Sampling(session, now, journal) if samples else None,
     }
+    recording = requested_recording(session.run)
     after_users: dict[str, Callback | None] = {
+        "recorder": TensorRecorder(session, recording) if recording is not None else None,
         "stragglers": StragglerRecords(Stragglers(session.plan, process), times, now, journal),
         "checkpoints": checkpoints,
     }

@@ -1,0 +1,420 @@
+"""Recorder of a replay's activations, gradients and updates (`trainctl.runs.recording`)."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+from transformers.pytorch_utils import Conv1D
+
+from trainctl.config.schema import CompileKind
+from trainctl.engines.shards import ParameterPiece
+from trainctl.options.callbacks import Callback, Context
+from trainctl.plans.mixture import StagedBatches, stages_of_plan
+from trainctl.plans.shapes import head_dim
+from trainctl.runs.recording import (
+    GROUPS,
+    PROJECTIONS,
+    RecordedKind,
+    Recording,
+    RecordingSettings,
+    Summary,
+    num_groups,
+    signs,
+)
+from trainctl.train.models.model import blocks
+from trainctl.train.models.recompute import is_recomputing
+from trainctl.train.session import Session
+
+CHUNK = 1 << 22
+"""Elements that are summarised at a time: 32 MiB in fp64."""
+
+INPUT = " (input)"
+"""Suffix of the name of a layer whose input is recorded, such as the output of attention."""
+
+
+class TensorRecorder(Callback):
+    """Records every step by forward hooks, the gradients, and the weights before and after.
+
+    It reads tensors and draws nothing at random, so losses are those of a run without it. Between
+    backward and update it keeps 4 bytes in host memory for each weight that the rank counts.
+
+    Args:
+        settings: What to record, and how to compute.
+    """
+
+    def __init__(self, session: Session, settings: RecordingSettings) -> None:
+        self._session, self._settings = session, settings
+        self._recording = Recording()
+        self._stages = StagedBatches(stages_of_plan(session.plan))
+        model = session.plan.config.model
+        self._head_dim = None if model.is_module else head_dim(model)
+        self._names = _Names(session)
+        self._hooks: list[RemovableHandle] = []
+        self._reordering = ExitStack()
+        self._passes: dict[str, int] = defaultdict(int)
+        self._activations: dict[str, Summary] = {}
+        self._gradients: dict[str, Summary] = {}
+        self._weights: list[torch.Tensor] | None = None
+        self._positions = np.zeros((0, 0), np.int64)
+
+    def on_train_start(self, context: Context) -> None:
+        """Hook every layer, unless layers are compiled: a hook would change what is compiled."""
+        if self._session.plan.config.kernels.compile is not CompileKind.none:
+            return
+        for module, name, parameter in self._names.layers(context.module):
+            place = None if parameter is None else self._names.pieces.get(parameter)
+            if place is not None and place.is_expert:
+                continue  # it gets tokens of other ranks
+            hook = partial(self._add_output, name, place)
+            self._hooks.append(module.register_forward_hook(hook))
+            if name in self._names.with_input:
+                hook = partial(self._add_input, name + INPUT, place)
+                self._hooks.append(module.register_forward_pre_hook(hook))
+
+    def before_step(self, context: Context) -> None:
+        self._passes.clear()
+        self._activations, self._gradients, self._weights = {}, {}, None
+        progress = self._session.progress
+        first, batch = self._stages.at(progress.step, progress.samples)
+        self._length = batch.sequence_length
+        self._positions = self._session.training.counters(first, batch) - first
+        self._samples = batch.global_batch_size
+        self._reordering.close()
+        if self._settings.reorder:
+            self._reordering.enter_context(_ReorderedProducts())
+
+    def after_backward(self, context: Context) -> None:
+        self._reordering.close()
+        if context.has_gradients:
+            self._gradients = self._parameters(
+                (part.name, part.indices(), part.values)
+                for part in context.gradients()
+                if part.is_counted
+            )
+        self._weights = [
+            part.values.to("cpu", torch.float32, copy=True)
+            for part in context.weights()
+            if part.is_counted
+        ]
+
+    def after_step(self, context: Context) -> None:
+        self._reordering.close()
+        found = self._recording
+        found.losses[context.step] = context.loss if context.loss is not None else float("nan")
+        updates: dict[str, Summary] = {}
+        if self._weights is not None:
+            counted = (part for part in context.weights() if part.is_counted)
+            updates = self._parameters(
+                (part.name, part.indices(), part.values.cpu().float() - before)
+                for part, before in zip(counted, self._weights, strict=True)
+            )
+        of_kinds = {
+            RecordedKind.forward: {n: _on_host(each) for n, each in self._activations.items()},
+            RecordedKind.gradient: self._gradients,
+            RecordedKind.update: updates,
+        }
+        for kind, summaries in of_kinds.items():
+            for name, summary in summaries.items():
+                found.summaries[context.step, kind, name] = summary
+        self._activations, self._gradients, self._weights = {}, {}, None
+
+    def on_train_end(self, context: Context) -> None:
+        folder = self._session.run.recording
+        self._recording.write(
+            folder / f"rank-{self._session.process.rank}.npz", self._session.mesh.pipeline.index
+        )
+
+    def close(self) -> None:
+        self._reordering.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _add_output(
+        self, name: str, piece: ParameterPiece | None, module: nn.Module, inputs: Any, output: Any
+    ) -> None:
+        self._add(name, module, output, self._features(module, piece, is_input=False))
+
+    def _add_input(
+        self, name: str, piece: ParameterPiece | None, module: nn.Module, inputs: Any
+    ) -> None:
+        self._add(name, module, inputs, self._features(module, piece, is_input=True))
+
+    def _features(
+        self, module: nn.Module, piece: ParameterPiece | None, *, is_input: bool
+    ) -> tuple[int, torch.Tensor] | None:
+        """Return the whole number of features, and those that this rank's part has.
+
+        None if they cannot be told: hooks of a tensor rank exchange the layer's output.
+        """
+        if piece is None:
+            return None
+        has_hooks = len(module._forward_hooks) > 1 and self._session.mesh.tensor.size > 1
+        if has_hooks and not is_input and not isinstance(module, nn.Embedding):
+            return None
+        rows, columns = piece.shard.rows_and_columns(piece.shape, torch.device("cpu"))
+        if isinstance(module, nn.Embedding) or len(piece.shape) == 1:
+            whole = torch.arange(piece.shape[-1])
+            return len(whole), whole
+        takes_columns = is_input != piece.inputs_first
+        return piece.shape[1 if takes_columns else 0], columns if takes_columns else rows
+
+    def _add(
+        self,
+        name: str,
+        module: nn.Module,
+        values: Any,
+        features: tuple[int, torch.Tensor] | None,
+    ) -> None:
+        """Add a tensor of (samples, positions, features), or this rank's part of it."""
+        if not module.training or is_recomputing():
+            return
+        number = self._passes[name]
+        self._passes[name] += 1
+        tensor = values if isinstance(values, torch.Tensor) else next(iter(values), None)
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            return
+        if number >= len(self._positions):
+            return
+        samples = self._positions[number]
+        if tensor.dim() == 2 and len(tensor) % len(samples) == 0:
+            tensor = tensor.view(len(samples), -1, tensor.shape[-1])
+        if tensor.dim() != 3 or len(tensor) != len(samples):
+            return
+        length, width = tensor.shape[1:]
+        axes = self._session.mesh
+        count, own = features or (width, torch.arange(width))
+        if width == count:
+            own = torch.arange(width)
+        elif width != len(own):
+            return
+        by = axes.sequence if axes.sequence.size > 1 else axes.tensor
+        is_whole = length == self._length
+        if not is_whole and length * by.size != self._length:
+            return
+        is_part = width != count or (not is_whole and by is axes.tensor)
+        if not is_part and not axes.tensor.is_first:
+            return  # every tensor rank has it
+        if name not in self._recording.order:
+            self._recording.order.append(name)
+        self._recording.sizes[name] = (self._samples, count)
+        found = self._summary(
+            tensor.detach(),
+            name,
+            samples,
+            0 if is_whole else by.index * length,
+            count,
+            own.to(tensor.device),
+        )
+        known = self._activations.get(name)
+        self._activations[name] = found if known is None else known + found
+
+    def _summary(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        samples: np.ndarray[Any, Any],
+        start: int,
+        count: int,
+        features: torch.Tensor,
+    ) -> Any:
+        """Return the summary of a part of an activation, as tensors on its device.
+
+        Args:
+            tensor: (samples, positions, features).
+            samples: Position of each sample in the global batch.
+            start: First of the tensor's positions.
+            count: Features of the whole tensor.
+            features: Index of each of the tensor's features.
+        """
+        device = tensor.device
+        table = partial(_sign_table, device=device)
+        of_samples = table(self._samples, "sample")[:, torch.from_numpy(samples).to(device)]
+        of_features = table(count, "feature")[:, features]
+        of_positions = table(start + tensor.shape[1], "place")[:, start:]
+        size, width = len(tensor), tensor.shape[2]
+        squares = torch.zeros(size, width, dtype=torch.float64, device=device)
+        sums = torch.zeros(PROJECTIONS, size, width, dtype=torch.float64, device=device)
+        each = max(1, CHUNK // max(1, size * width))
+        for at in range(0, tensor.shape[1], each):
+            values = tensor[:, at : at + each].double()
+            squares += values.square().sum(1)
+            sums += torch.einsum("pt,btf->pbf", of_positions[:, at : at + each], values)
+        sums *= of_features[:, None]
+        lines = torch.cat((squares.sum(1)[None], sums.sum(2)))
+        columns = torch.cat((squares.sum(0)[None], (sums * of_samples[..., None]).sum(1)))
+        line_group = torch.from_numpy(samples * min(self._samples, GROUPS) // self._samples)
+        groups = num_groups(count, name, self._head_dim)
+        return Summary(
+            _grouped(lines, line_group.to(device), min(self._samples, GROUPS)),
+            _grouped(columns, features * groups // count, groups),
+        )
+
+    def _parameters(
+        self, parts: Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+    ) -> dict[str, Summary]:
+        """Return summaries of this rank's elements of parameters.
+
+        Args:
+            parts: Names, indices of elements in the whole parameter, and their values.
+        """
+        found: dict[str, Summary] = {}
+        for name, indices, values in parts:
+            shape = self._session.shapes[name]
+            width = shape[-1] if len(shape) > 1 else 1
+            rows = int(np.prod(shape)) // width
+            self._recording.sizes[name] = (rows, width)
+            for at in range(0, len(values), CHUNK):
+                summary = self._of_elements(
+                    name, (rows, width), indices[at : at + CHUNK], values[at : at + CHUNK]
+                )
+                found[name] = found[name] + summary if name in found else summary
+        return found
+
+    def _of_elements(
+        self, name: str, shape: tuple[int, int], indices: torch.Tensor, values: torch.Tensor
+    ) -> Summary:
+        (rows, width), device = shape, values.device
+        row, column = indices.to(device) // width, indices.to(device) % width
+        exact = values.double()
+        signed = exact * _sign_table(rows, "row", device=device)[:, row]
+        signed *= _sign_table(width, "column", device=device)[:, column]
+        both = torch.cat((exact.square()[None], signed))
+        groups = [num_groups(size, name, self._head_dim) for size in shape]
+        return _on_host(
+            Summary(
+                _grouped(both, row * groups[0] // rows, groups[0]),  # type: ignore[arg-type]
+                _grouped(both, column * groups[1] // width, groups[1]),  # type: ignore[arg-type]
+            )
+        )
+
+
+def _grouped(values: torch.Tensor, group: torch.Tensor, count: int) -> torch.Tensor:
+    """Sum the columns of `values` by group: (groups, rows of `values`)."""
+    sums = torch.zeros(count, len(values), dtype=torch.float64, device=values.device)
+    return sums.index_add_(0, group, values.T.contiguous())
+
+
+def _on_host(summary: Any) -> Summary:
+    return Summary(summary.lines.cpu().numpy(), summary.columns.cpu().numpy())
+
+
+_tables: dict[tuple[int, str, torch.device], torch.Tensor] = {}
+
+
+def _sign_table(size: int, axis: str, *, device: torch.device) -> torch.Tensor:
+    key = size, axis, device
+    if key not in _tables:
+        _tables[key] = torch.from_numpy(signs(size, axis)).to(device)
+    return _tables[key]
+
+
+class _Names:
+    """Names of a rank's layers as transformers has them in the whole model."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.pieces: Mapping[str, ParameterPiece] = {
+            piece.name: piece for piece in session.engine.pieces.values()
+        }
+        self.with_input: set[str] = set()
+        """Names of layers whose input is recorded: the last product of each part of a block."""
+
+    def layers(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, str | None]]:
+        """Yield each block and each layer with parameters of its own, with its name and the name
+        of its weight.
+        """
+        layers = blocks(module)
+        local = {part: name for name, part in module.named_modules()}
+        start = self._first_block()
+        prefix = local[layers[0]].rpartition(".")[0] if layers else "."
+        known = self._session.shapes.keys() | self.pieces.keys()
+        list_name = prefix.rpartition(".")[2]
+        whole = next(
+            (m[1] for n in sorted(known) if (m := re.match(rf"(.*\b{list_name})\.\d+\.", n))),
+            prefix,
+        )
+        last: dict[str, str] = {}
+        found = []
+        for part, path in local.items():
+            is_block = part in layers
+            own = [name for name, _ in part.named_parameters(recurse=False)]
+            if not own and not is_block:
+                continue
+            if path.startswith(prefix + "."):
+                number, _, rest = path[len(prefix) + 1 :].partition(".")
+                name = f"{whole}.{int(number) + start}" + (f".{rest}" if rest else "")
+            else:
+                name = self._outside(path.rpartition(".")[2], own, known)
+            weight = next((n for n in (f"{name}.{each}" for each in own) if n in known), None)
+            if weight is None and own and isinstance(part, nn.Linear):
+                weight = next((n for n, piece in self.pieces.items() if piece.is_embedding), None)
+            found.append((part, name, weight))
+            if path.startswith(prefix + ".") and not is_block and _is_product(part):
+                last[name.rpartition(".")[0]] = name
+        self.with_input = set(last.values())
+        yield from found
+
+    def _first_block(self) -> int:
+        plan, pipeline = self._session.plan, self._session.mesh.pipeline
+        return plan.stages[pipeline.index].start if pipeline.size > 1 else 0
+
+    @staticmethod
+    def _outside(last: str, own: list[str], known: Any) -> str:
+        """Return the name of a layer outside the blocks from the last part of its path."""
+        for each in own:
+            for name in sorted(known):
+                if name == f"{last}.{each}" or name.endswith(f".{last}.{each}"):
+                    return name[: -len(each) - 1]
+        return last
+
+
+def _is_product(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear | Conv1D)
+
+
+class _ReorderedProducts(TorchDispatchMode):
+    """Mode in which matrix products add their terms in another order, forward and backward.
+
+    Both factors are permuted along the dimension that is summed over, so the products are the same
+    but for rounding.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        first = _FIRST_FACTOR.get(func.name())
+        if first is not None and all(type(each) in _PLAIN for each in args[first : first + 2]):
+            left, right = args[first : first + 2]
+            order = _other_order(left.shape[-1], left.device)
+            factors = left.index_select(-1, order), right.index_select(-2, order)
+            args = (*args[:first], *factors, *args[first + 2 :])
+        return func(*args, **(kwargs or {}))
+
+
+_FIRST_FACTOR = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
+"""Position of the first factor among the arguments of a product."""
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+_orders: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def _other_order(size: int, device: torch.device) -> torch.Tensor:
+    key = size, device
+    if key not in _orders:
+        order = np.random.default_rng(0).permutation(size)
+        _orders[key] = torch.from_numpy(order).to(device)
+    return _orders[key]
