@@ -14,7 +14,7 @@ import torch
 from trainctl import records
 from trainctl.cli.record_lines import record_lines
 from trainctl.config.schema import LoggingConfig, RunConfig
-from trainctl.monitor.loggers.delivery import send
+from trainctl.launchers.processes import send_rest
 from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
@@ -41,7 +41,7 @@ def test_a_step_is_a_record_as_the_trainer_writes_it(run: RunPaths) -> None:
         "step 1/9 loss 2.5000 lr 1.0e-03 accuracy 0.5",
         "evaluation at step 2: f1 0.75",
     ]
-    assert send(run, "csv", config=RunConfig()) == 0
+    assert send_rest(run, "csv", RunConfig()) == 0
     with (run.root / "csv" / "train.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert [row["train/accuracy"] for row in rows] == ["0.5", ""]
@@ -75,7 +75,7 @@ def test_what_no_reader_would_take_is_refused(run: RunPaths) -> None:
     (first,) = read_events(run.events)
     assert first["seconds"] == {"total": 0.5}
     assert record_lines(first, stop_step=9) == ["step 0/9 count inf"]
-    assert send(run, "tensorboard", config=RunConfig()) == 0
+    assert send_rest(run, "tensorboard", RunConfig()) == 0
 
 
 def test_a_run_that_cannot_be_written_ends_no_program(

@@ -98,5 +98,5 @@ def test_a_logger_that_cannot_write_changes_neither_the_end_nor_its_code(
     launch = launches.start("steps", run=run)
     check_end(launch)
     (told,) = launch.events("logger")
-    cursor = json.loads(run.logger("csv").cursor.read_text())
+    cursor = json.loads(run.companion("csv").cursor.read_text())
     assert told["name"] == "csv" and told["problem"] == cursor["problem"] != ""

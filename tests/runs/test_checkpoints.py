@@ -3,6 +3,7 @@
 import pytest
 from small_checkpoints import save
 
+from trainctl.config.schema import CheckpointConfig
 from trainctl.runs import checkpoints, manifest
 from trainctl.runs.layout import RunPaths
 
@@ -53,7 +54,7 @@ def test_a_damaged_one_is_passed_over_with_the_reason(run, damage, message):
 def test_rotation_keeps_the_newest_and_the_best(run):
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 2.5)):
         make(run, step, {"loss": loss})
-    removed = checkpoints.rotate_checkpoints(run, keep=1, best_of="loss")
+    removed = checkpoints.rotate_checkpoints(run, CheckpointConfig(keep=1, best_of="loss"))
     assert [path.name for path in removed] == ["step-00000010", "step-00000030"]
     assert steps(run) == [20, 40]
     assert (run.checkpoints / "best").read_text().strip() == "step-00000020"
@@ -64,7 +65,7 @@ def test_rotation_leaves_damaged_folders_for_a_person(run):
     (damaged / "manifest.json").unlink()
     make(run, 20)
     make(run, 30)
-    checkpoints.rotate_checkpoints(run, keep=1, best_of=None)
+    checkpoints.rotate_checkpoints(run, CheckpointConfig(keep=1))
     assert damaged.is_dir() and steps(run) == [30]
 
 
@@ -132,7 +133,7 @@ def test_one_that_is_set_aside_does_not_count(run):
     make(run, 10)
     aside = checkpoints.quarantine_checkpoint(make(run, 20))
     assert aside.is_dir() and steps(run) == [10]
-    checkpoints.rotate_checkpoints(run, keep=1, best_of=None)
+    checkpoints.rotate_checkpoints(run, CheckpointConfig(keep=1))
     assert aside.is_dir()
 
 
@@ -143,7 +144,7 @@ def test_the_phases_of_a_commit_are_reported_in_order(run):
     make(run, 30).rename(checkpoints.temporary_path(run, 30))
     checkpoints.commit_checkpoint(run, 30, lambda phase: told.append((phase, steps(run))))
     checkpoints.rotate_checkpoints(
-        run, keep=2, best_of=None, reached=lambda phase: told.append((phase, steps(run)))
+        run, CheckpointConfig(keep=2), reached=lambda phase: told.append((phase, steps(run)))
     )
     assert told == [
         ("rename", [10, 20]),
@@ -156,7 +157,9 @@ def test_one_that_is_kept_for_a_purpose_is_not_rotated_away(run):
     make(run, 10, kept_for="stable_phase")
     for step in (20, 30, 40):
         make(run, step, kept_for="")
-    assert [path.name for path in checkpoints.rotate_checkpoints(run, keep=1, best_of=None)] == [
+    assert [
+        path.name for path in checkpoints.rotate_checkpoints(run, CheckpointConfig(keep=1))
+    ] == [
         "step-00000020",
         "step-00000030",
     ]
@@ -173,7 +176,7 @@ def test_going_back_leaves_the_later_ones_behind(run):
     ]
     assert steps(run) == [10] and all(path.is_dir() for path in aside)
     assert (run.checkpoints / "latest").read_text().strip() == "step-00000010"
-    assert checkpoints.rotate_checkpoints(run, keep=1, best_of=None) == []
+    assert checkpoints.rotate_checkpoints(run, CheckpointConfig(keep=1)) == []
 
 
 def test_weights_alone_are_kept_by_a_rule_of_their_own_and_never_found(run):
@@ -184,9 +187,10 @@ def test_weights_alone_are_kept_by_a_rule_of_their_own_and_never_found(run):
     newest, passed_over = checkpoints.newest_checkpoint(run)
     assert newest is not None and newest.step == 10 and passed_over == []
     assert (run.checkpoints / "latest").read_text() == "step-00000010\n"
-    assert checkpoints.rotate_checkpoints(run, keep=1, best_of=None) == []
-    assert checkpoints.rotate_weights(run, keep=None) == []
-    assert len(checkpoints.rotate_weights(run, keep=3)) == 1
+    assert checkpoints.rotate_checkpoints(run, CheckpointConfig(keep=1)) == []
+    assert checkpoints.rotate_checkpoints(run, CheckpointConfig(), weights_only=True) == []
+    keep_three = CheckpointConfig(weights_only_keep=3)
+    assert len(checkpoints.rotate_checkpoints(run, keep_three, weights_only=True)) == 1
     alone = checkpoints.list_checkpoints(run, weights_only=True)
     assert [(info.step, info.weights_only) for info in alone] == [
         (20, True),

@@ -179,14 +179,14 @@ def fail_on_one_rank(cases, process):
     both = {"ranks": process.world_size}
     original = saver_module.write_checkpoint
 
-    def with_blocked_file(run, process, part, fields, **options):
+    def with_blocked_file(run, process, part, fields, config):
         def tensors():
             if process.rank == 1:
                 raise OSError("no space for this test")
             return part.tensors()
 
         blocked = saver_module.replace(part, tensors=tensors)
-        return original(run, process, blocked, fields, **options)
+        return original(run, process, blocked, fields, config)
 
     saver_module.write_checkpoint = with_blocked_file
     saver.save(facts(1, **both))

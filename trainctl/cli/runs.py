@@ -24,9 +24,11 @@ from trainctl.cli.console import (
 from trainctl.cli.progress import PLAIN_TERMINALS, Progress
 from trainctl.cli.record_lines import record_lines
 from trainctl.config.registry import load_spec
+from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launchers.processes import companion_names, companion_problem, send_rest
 from trainctl.launchers.stop import ask_to_stop, wait_for_end
-from trainctl.monitor.loggers.delivery import ALERTS, read_cursor, send
+from trainctl.monitor.loggers.delivery import ALERTS, read_cursor
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoint_selection import require_no_checkpoint
 from trainctl.runs.directory import (
@@ -46,6 +48,7 @@ from trainctl.runs.failures import describe_failure, first_failure
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import LOST, NEW, RunSummary, age_text, summarise_run, summarise_runs
 from trainctl.runs.logs import LogFollower, cut_line, logs_of, tail_logs
+from trainctl.runs.mirror_state import MIRROR, describe_mirror, mirror_text
 from trainctl.runs.records import Event, EventFollower, events_from_end, read_events
 
 LINES = 20
@@ -100,6 +103,10 @@ def status(run: Run = None, as_json: Json = False) -> None:
         print_data(f"its log: {found.failure['log']}")
     saved = "none yet" if found.checkpoint is None else f"step {found.checkpoint:,}"
     print_data(f"checkpoint: {saved}")
+    if found.mirror is not None:
+        print_data(f"mirror: {mirror_text(found.mirror)}")
+        if found.mirror["problem"]:
+            print_data(f"mirror: {to_printable(found.mirror['problem'])}", style="warning")
 
 
 @app.command()
@@ -282,7 +289,7 @@ def sync(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Logger to send to instead of those in logging.to; may be repeated.",
+            help="Logger to send to instead of those in logging.to, or mirror; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -293,24 +300,25 @@ def sync(
         ),
     ] = False,
 ) -> None:
-    """Send to the loggers what was not sent while a run trained, from its records alone.
+    """Send to the loggers and the mirror what was not sent while a run trained.
 
     On any machine that sees the run. A step that was sent is not sent again.
 
     Example: trainctl runs sync runs/NAME --to csv
     """
     for name in to or []:
-        if name != ALERTS:
+        if name not in (ALERTS, MIRROR):
             load_spec("logger", name)
     failed = []
     for paths in [open_run(run) for run in runs]:
-        names = to or config_of(paths).logging.to
+        config = config_of(paths)
+        names = to or companion_names(config, with_alerts=False)
         if not names:
             print_message(f"{paths.root}: it has no logger in logging.to; name one with --to")
         failed += [
             f"{paths.root.name}: {name}"
             for name in names
-            if not _send_to_logger(paths, name, again)
+            if not _send_rest(paths, name, config, again)
         ]
     if failed:
         raise TrainctlError(
@@ -320,21 +328,25 @@ def sync(
         )
 
 
-def _send_to_logger(run: RunPaths, name: str, again: bool) -> bool:
-    """Send to one logger and print its position.
+def _send_rest(run: RunPaths, name: str, config: RunConfig, again: bool) -> bool:
+    """Send to one logger, or to the mirror, and print how far it is.
 
     Returns:
-        Whether it has all records, or another process is sending them.
+        Whether it has everything, or another process is sending.
     """
-    code = send(run, name, config=config_of(run), again=again)
+    code = send_rest(run, name, config, again=again)
     if code == ExitCode.run_state:
         print_message(f"{run.root}: another process sends to {name} now", style="warning")
         return True
-    cursor = read_cursor(run.logger(name).cursor)
-    print_data(f"{run.root}: {name} is at step {max(0, cursor.step):,}")
+    if name == MIRROR:
+        mirror = describe_mirror(run, config.checkpoint)
+        print_data(f"{run.root}: {mirror_text(mirror) if mirror else 'it has no mirror'}")
+    else:
+        step = read_cursor(run.companion(name).cursor).step
+        print_data(f"{run.root}: {name} is at step {max(0, step):,}")
     if code:
-        why = cursor.problem or f"its process ended with {code}"
-        print_message(f"{run.root}: {name}: {why}; see {run.logger(name).log}", style="error")
+        why = companion_problem(run, name) or f"its process ended with {code}"
+        print_message(f"{run.root}: {name}: {why}; see {run.companion(name).log}", style="error")
     return code == ExitCode.success
 
 

@@ -29,7 +29,7 @@ from trainctl.launchers.interface import (
     render,
 )
 from trainctl.launchers.processes import (
-    Loggers,
+    Companions,
     Process,
     start_with_pdeathsig,
     tagged_environment,
@@ -114,8 +114,8 @@ def run_attempts(
     run, plan = launch.run, launch.plan
     with hold_lock(run) as lock:
         identity = run_id(run)
-        loggers = Loggers(run, plan.config, RunTag(identity, run.root), launch.on_event)
-        launch = replace(launch, on_event=loggers.on_event)
+        companions = Companions(run, plan.config, RunTag(identity, run.root), launch.on_event)
+        launch = replace(launch, on_event=companions.on_event)
 
         def run_one(attempt: AttemptPaths, plan: RunPlan, stop: StopHandler) -> Outcome:
             request = launch.attempt_request(attempt, plan)
@@ -125,12 +125,12 @@ def run_attempts(
             prepared = PreparedAttempt(request, rendered, tag, lock)
             return supervise(prepared, start, launch.on_event, stop)
 
-        with StopHandler.for_launch(run, plan, launch.began) as stop, loggers:
+        with StopHandler.for_launch(run, plan, launch.began) as stop, companions:
             if restarts_itself:
                 outcome = run_with_restarts(launch, stop, run_one, replan)
             else:
                 outcome = run_one(launch.attempt, plan, stop)
-            loggers.finish(lambda: stop.end_signal is not None)
+            companions.finish(lambda: stop.end_signal is not None)
         return replace(outcome, is_cancelled=stop.is_cancelled)
 
 

@@ -1,8 +1,8 @@
-"""Processes of a launch: tied programs, launchers in the background, ssh, loggers.
+"""Processes of a launch: tied programs, launchers in the background, ssh, companions.
 
-The processes that send a run's metrics to its loggers read the run's records, and the run never
-waits for them. One that dies is restarted. One that has not sent everything a while after the run's
-end is killed; `trainctl runs sync` sends the rest.
+Companions send a run's metrics to its loggers and its checkpoints to `checkpoint.mirror`. They read
+the run's files, and the run never waits for them. One that dies is restarted. One that has not sent
+everything a while after the run's end is killed; `trainctl runs sync` sends the rest.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.monitor.loggers.delivery import ALERTS, command, read_cursor
 from trainctl.options.launcher.ssh import SshConfig
+from trainctl.runs.companion import run_companion
 from trainctl.runs.files import ensure_folder
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import name_holder
+from trainctl.runs.mirror_state import MIRROR, read_mirror_state
 from trainctl.runs.processes import PARENT_VARIABLE, RunTag, pdeathsig_command
 from trainctl.runs.records import Event, EventWriter
 
@@ -164,13 +166,44 @@ _RESTARTS = 5
 _POLL_SECONDS = 0.05
 
 
-def logger_process_names(config: RunConfig) -> list[str]:
-    """Return the names of the processes: one for each logger, and one for alerts if wanted."""
-    return [*config.logging.to, *([ALERTS] if config.logging.alerts.are_wanted else [])]
+def companion_names(config: RunConfig, *, with_alerts: bool = True) -> list[str]:
+    """Return the names of the companions: the loggers, one for alerts, one for the mirror."""
+    alerts = [ALERTS] if with_alerts and config.logging.alerts.are_wanted else []
+    is_mirrored = config.checkpoint.mirror is not None and config.trains_itself
+    return [*config.logging.to, *alerts, *([MIRROR] if is_mirrored else [])]
 
 
-class Loggers:
-    """Context in which the logger processes run. No method raises, or waits while the run goes on.
+def send_rest(run: RunPaths, name: str, config: RunConfig, *, again: bool = False) -> int:
+    """Have a companion send what is left, and return its exit code.
+
+    Args:
+        again: Whether a logger gets everything from the beginning.
+
+    Raises:
+        TrainctlError: The run directory cannot be written (exit code 4).
+    """
+    options = ("--again",) if again and name != MIRROR else ()
+    return run_companion(run, name, _command(run, name, config, *options))
+
+
+def companion_problem(run: RunPaths, name: str) -> str:
+    """Return why a companion could not send everything; empty if nothing is wrong."""
+    if name == MIRROR:
+        return read_mirror_state(run).problem
+    try:
+        return read_cursor(run.companion(name).cursor).problem
+    except TrainctlError as error:
+        return error.message
+
+
+def _command(run: RunPaths, name: str, config: RunConfig, *options: str) -> list[str]:
+    if name == MIRROR:
+        return [sys.executable, "-P", "-m", "trainctl.mirror", str(run.root), name, *options]
+    return command(run, name, *options, config=config)
+
+
+class Companions:
+    """Context in which the companions run. No method raises, or waits while the run goes on.
 
     Args:
         tag: Tag of their processes, without an attempt: they outlive attempts.
@@ -184,7 +217,7 @@ class Loggers:
         tag: RunTag,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._loggers = [_Logger(run, name, config, tag) for name in logger_process_names(config)]
+        self._companions = [_Companion(run, name, config, tag) for name in companion_names(config)]
         self._run, self._on_event = run, on_event
         self._checked_at = time.monotonic()
         self._attempt = 1
@@ -193,20 +226,20 @@ class Loggers:
         """Pass a record of the run on, and check the processes now and then."""
         self._on_event(event)
         self._attempt = event["attempt"]
-        if self._loggers and time.monotonic() - self._checked_at > _CHECK_SECONDS:
+        if self._companions and time.monotonic() - self._checked_at > _CHECK_SECONDS:
             self._checked_at = time.monotonic()
-            for logger in self._loggers:
-                logger.keep_alive()
-                self._record_problem(logger)
+            for companion in self._companions:
+                companion.keep_alive()
+                self._record_problem(companion)
 
     def __enter__(self) -> Self:
-        for logger in self._loggers:
-            logger.start()
+        for companion in self._companions:
+            companion.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for logger in self._loggers:
-            logger.kill()
+        for companion in self._companions:
+            companion.kill()
 
     def finish(self, is_stopping: Callable[[], bool]) -> None:
         """Have the processes send the rest, and record what they could not send.
@@ -214,40 +247,42 @@ class Loggers:
         Args:
             is_stopping: Returns True if the launch is to end now; called again and again.
         """
-        for logger in self._loggers:
-            logger.keep_alive()
-            logger.ask_to_end()
+        for companion in self._companions:
+            companion.keep_alive()
+            companion.ask_to_end()
         started = time.monotonic()
-        while any(logger.is_alive for logger in self._loggers):
+        while any(companion.is_alive for companion in self._companions):
             grace = _STOPPING_GRACE_SECONDS if is_stopping() else _GRACE_SECONDS
             if time.monotonic() - started > grace:
                 break
             time.sleep(_POLL_SECONDS)
-        for logger in self._loggers:
-            logger.kill()
-            event = self._record_problem(logger)
+        for companion in self._companions:
+            companion.kill()
+            event = self._record_problem(companion)
             if event is not None:  # the launcher no longer reads the records itself
                 self._on_event(event)
 
-    def _record_problem(self, logger: _Logger) -> Event | None:
-        """Record a change of a logger's problem, its end included; return the record, if any."""
-        problem = logger.problem()
-        if problem == logger.reported:
+    def _record_problem(self, companion: _Companion) -> Event | None:
+        """Record a change of a companion's problem, its end included; return the record, if any."""
+        problem = companion.problem()
+        if problem == companion.reported:
             return None
-        logger.reported = problem
+        companion.reported = problem
         with suppress(OSError), EventWriter(self._run.events, self._attempt) as events:
-            return events.write("logger", name=logger.name, problem=problem)
+            if companion.name == MIRROR:
+                return events.write("mirror", problem=problem)
+            return events.write("logger", name=companion.name, problem=problem)
         return None
 
 
-class _Logger:
-    """One of the logger processes."""
+class _Companion:
+    """One of the processes."""
 
     def __init__(self, run: RunPaths, name: str, config: RunConfig, tag: RunTag) -> None:
         self.name = name
         self.reported = ""
         self._run, self._config, self._tag = run, config, tag
-        self._paths = run.logger(name)
+        self._paths = run.companion(name)
         self._process: Process | None = None
         self._failure = ""
         self._restarts = 0
@@ -257,8 +292,8 @@ class _Logger:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process. A failure to start it becomes the logger's problem."""
-        argv = command(self._run, self.name, "--follow", config=self._config)
+        """Start the process. A failure to start it becomes its problem."""
+        argv = _command(self._run, self.name, self._config, "--follow")
         try:
             ensure_folder(self._paths.folder)
             self._process = start_with_pdeathsig(
@@ -296,7 +331,4 @@ class _Logger:
 
     def problem(self) -> str:
         """Return why not everything was sent; empty if nothing is wrong."""
-        try:
-            return read_cursor(self._paths.cursor).problem or self._failure
-        except TrainctlError as error:
-            return error.message
+        return companion_problem(self._run, self.name) or self._failure

@@ -245,7 +245,13 @@ def _describe_difference(file: RemoteFile, now: tuple[int | None, str]) -> str:
 
 
 def call_with_retries(
-    attempt: Callable[[], Any], url: str, at: int | None = None, notify: Notify = print_notice
+    attempt: Callable[[], Any],
+    url: str,
+    at: int | None = None,
+    notify: Notify = print_notice,
+    *,
+    attempts: int = ATTEMPTS,
+    verb: str = "read",
 ) -> Any:
     """Return the result of a call of a file system, retried if a retry may succeed.
 
@@ -255,6 +261,8 @@ def call_with_retries(
     Args:
         url: Subject of the errors, which show it with its secrets redacted.
         at: Byte of the file that is read next; None for any other call.
+        attempts: Number of attempts; 1 leaves retries to the caller.
+        verb: What is done to the URL, for the errors.
 
     Raises:
         TrainctlError: The URL names nothing that can be read (exit code 2), or a package, a
@@ -262,7 +270,7 @@ def call_with_retries(
     """
     place = "" if at is None else f" at byte {at:,}"
     wait, begun = FIRST_WAIT, time.monotonic()
-    for number in range(1, ATTEMPTS + 1):
+    for number in range(1, attempts + 1):
         try:
             return attempt()
         except TrainctlError:
@@ -273,24 +281,23 @@ def call_with_retries(
             why = " ".join(f"{type(error).__name__}: {error}".split()) or "no reason given"
             if isinstance(error, ValueError) and "range requests" in str(error):
                 why = "its server gives files as a whole only, and no parts of them"
-                raise _unreadable_error(url, why, place) from None
+                raise _unreadable_error(url, why, place, verb) from None
             if at is None and _is_of_the_url(error):
-                raise _no_such_error(url, why) from None
+                raise _no_such_error(url, why, verb) from None
             is_missing_library = at is None and type(error) is OSError and error.errno is None
             if isinstance(error, _PERMANENT_ERRORS) or is_missing_library:
-                raise _unreadable_error(url, why, "") from None
-        if number < ATTEMPTS:
+                raise _unreadable_error(url, why, "", verb) from None
+        if number < attempts:
             notify(
                 redact_text(
-                    f"{url}{place}: {why}; attempt {number + 1} of {ATTEMPTS} in {wait:g} s"
+                    f"{url}{place}: {why}; attempt {number + 1} of {attempts} in {wait:g} s"
                 )
             )
             sleep(wait)
             wait *= 2
     seconds = time.monotonic() - begun
-    raise _unreadable_error(
-        url, why, f"{place} after {ATTEMPTS} attempts in {seconds:,.0f} seconds"
-    )
+    after = f"{place} after {attempts} attempts in {seconds:,.0f} seconds" if attempts > 1 else ""
+    raise _unreadable_error(url, why, after, verb)
 
 
 def _is_of_the_url(error: Exception) -> bool:
@@ -299,18 +306,18 @@ def _is_of_the_url(error: Exception) -> bool:
     return type(error) in _URL_ERRORS or type(error).__name__ in of_archives
 
 
-def _no_such_error(url: str, why: str) -> TrainctlError:
+def _no_such_error(url: str, why: str, verb: str) -> TrainctlError:
     return TrainctlError(
-        redact_text(f"cannot read {url}: {why}"),
+        redact_text(f"cannot {verb} {url}: {why}"),
         hint="a path, or a URL that says all that fsspec needs, such as s3://BUCKET/FOLDER/*.jsonl",
     )
 
 
-def _unreadable_error(url: str, why: str, after: str) -> TrainctlError:
+def _unreadable_error(url: str, why: str, after: str, verb: str) -> TrainctlError:
     return TrainctlError(
-        redact_text(f"cannot read {url}{after}: {why}"),
-        hint="see that it is there and may be read from here; credentials are those of its "
-        "client's own variables and files",
+        redact_text(f"cannot {verb} {url}{after}: {why}"),
+        hint=f"see that it is there and that you may {verb} it from here; credentials are those of "
+        "its client's own variables and files",
         exit_code=ExitCode.environment,
     )
 

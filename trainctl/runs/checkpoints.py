@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainctl.config.schema import CheckpointConfig
 from trainctl.runs import files
 from trainctl.runs.directory import run_id
 from trainctl.runs.files import sync_directory, write_text
@@ -27,6 +28,9 @@ from trainctl.runs.manifest import NAME, read_manifest
 
 LATEST = "latest"
 BEST = "best"
+
+Spare = Callable[[Sequence["CheckpointInfo"], set[Path]], set[Path]]
+"""Returns checkpoints to keep, from all and those that are kept anyway."""
 
 PhaseHook = Callable[[str], None]
 """Called with each phase of a save as it begins: a hook for tests that kill the process there."""
@@ -216,17 +220,48 @@ def commit_checkpoint(
     return final
 
 
-def rotate_checkpoints(
-    run: RunPaths, *, keep: int, best_of: str | None, reached: PhaseHook = _ignore_phase
-) -> list[Path]:
-    """Delete whole checkpoints, except the newest `keep`, the best, and those with a `kept_for`.
+def kept_checkpoints(
+    checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig, *, weights_only: bool = False
+) -> set[Path]:
+    """Return the checkpoints of one kind that `checkpoint.keep` and its like keep.
 
-    The best has the smallest `best_of` among the metrics in the manifests; the `best` pointer names
-    it. Folders that are not whole checkpoints are left for a person to look at.
+    They are the newest, the best by `checkpoint.best_of`, and those with a `kept_for`.
 
     Args:
-        keep: Number of the newest to keep, at least 1.
-        best_of: Metric that decides which is the best; None keeps no best one.
+        checkpoints: Whole checkpoints, oldest first.
+    """
+    if weights_only:
+        keep = config.weights_only_keep
+        return {info.path for info in checkpoints[-(keep or 0) :]}
+    kept = {info.path for info in checkpoints[-config.keep :]}
+    kept |= {info.path for info in checkpoints if info.kept_for}
+    best = best_checkpoint(checkpoints, config.best_of)
+    return kept if best is None else kept | {best.path}
+
+
+def best_checkpoint(
+    checkpoints: Sequence[CheckpointInfo], metric: str | None
+) -> CheckpointInfo | None:
+    """Return the checkpoint with the smallest metric; None if none has it."""
+    scored = [info for info in checkpoints if metric is not None and metric in info.metrics]
+    return min(scored, key=lambda info: info.metrics[metric or ""], default=None)
+
+
+def rotate_checkpoints(
+    run: RunPaths,
+    config: CheckpointConfig,
+    *,
+    weights_only: bool = False,
+    spare: Spare | None = None,
+    reached: PhaseHook = _ignore_phase,
+) -> list[Path]:
+    """Delete whole checkpoints of one kind that are not to be kept (`kept_checkpoints`).
+
+    The `best` pointer names the best. Folders that are not whole checkpoints are left for a person
+    to look at.
+
+    Args:
+        spare: Returns more checkpoints to keep; None keeps no more.
         reached: Called with ``rotation`` before each deletion.
 
     Returns:
@@ -235,34 +270,16 @@ def rotate_checkpoints(
     Raises:
         OSError: One could not be deleted.
     """
-    checkpoints = list_checkpoints(run)
-    kept = {info.path for info in checkpoints[-keep:]}
-    kept |= {info.path for info in checkpoints if info.kept_for}
-    if best_of is not None:
-        scored = [info for info in checkpoints if best_of in info.metrics]
-        if scored:
-            best = min(scored, key=lambda info: info.metrics[best_of])
-            kept.add(best.path)
-            _update_link(run, BEST, best.path)
+    if weights_only and config.weights_only_keep is None:
+        return []
+    checkpoints = list_checkpoints(run, weights_only=weights_only)
+    kept = kept_checkpoints(checkpoints, config, weights_only=weights_only)
+    best = None if weights_only else best_checkpoint(checkpoints, config.best_of)
+    if best is not None:
+        _update_link(run, BEST, best.path)
+    if spare is not None:
+        kept |= spare(checkpoints, kept)
     removed = [info.path for info in checkpoints if info.path not in kept]
-    for path in removed:
-        _remove(path, reached)
-    return removed
-
-
-def rotate_weights(
-    run: RunPaths, *, keep: int | None, reached: PhaseHook = _ignore_phase
-) -> list[Path]:
-    """Delete all but the newest `keep` weights-only checkpoints; None keeps all.
-
-    Returns:
-        The deleted folders.
-
-    Raises:
-        OSError: One could not be deleted.
-    """
-    found = list_checkpoints(run, weights_only=True) if keep is not None else []
-    removed = [info.path for info in found[: -(keep or 0)]]
     for path in removed:
         _remove(path, reached)
     return removed

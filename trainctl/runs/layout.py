@@ -12,7 +12,8 @@ RUN/
   corpus/                tokenized documents of `data.factory`; others are in the cache
   reference.npz          reference log-probabilities of preference pairs, from the initial weights
   checkpoints/           committed checkpoints `step-00000040/`, and the pointer `latest`
-  loggers/               NAME.json: progress of each logger of `logging.to`; NAME.log: its output
+  loggers/               NAME.json: progress of each logger of `logging.to`, of `alerts`, and of
+                         `mirror` (`checkpoint.mirror`); NAME.log: its output
   NAME/                  files of the logger of that name
   callbacks/             NAME/: files of the callback of that name, if it has any
   requests/              requests to a running launch, for its next step
@@ -100,8 +101,8 @@ class AttemptPaths:
 
 
 @dataclass(frozen=True, slots=True)
-class LoggerPaths:
-    """Files of the process that sends a run's metrics to one logger."""
+class CompanionPaths:
+    """Files of a process beside the run, which sends metrics or checkpoints."""
 
     folder: Path
     name: str
@@ -189,8 +190,8 @@ class RunPaths:
     def attempts(self) -> Path:
         return self.root / "attempts"
 
-    def logger(self, name: str) -> LoggerPaths:
-        return LoggerPaths(self.root / "loggers", name)
+    def companion(self, name: str) -> CompanionPaths:
+        return CompanionPaths(self.root / "loggers", name)
 
     def attempt(self, number: int) -> AttemptPaths:
         return AttemptPaths(self.attempts / str(number), number)

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 from trainctl.config.reading import read_json
 from trainctl.errors import TrainctlError
+from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import checkpoint_folders, newest_checkpoint
 from trainctl.runs.directory import last_attempt, read_record
 from trainctl.runs.event_descriptions import still_diverged, still_slow
 from trainctl.runs.failures import first_failure
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import Holder, find_holder
+from trainctl.runs.mirror_state import describe_mirror
 from trainctl.runs.records import Event, events_from_end, read_events
 from trainctl.runs.status import SchedulerJob, State, Status, read_job, read_status
 
@@ -190,6 +192,8 @@ class RunStatus(RunSummary):
     """Last record of each rank that is still slower than its peers."""
     divergence: Event | None
     """Record of a loss that has risen and not come down."""
+    mirror: dict[str, Any] | None
+    """State of `checkpoint.mirror` (`describe_mirror`); None without a mirror."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON, for `--json`."""
@@ -199,6 +203,7 @@ class RunStatus(RunSummary):
             "checkpoint": self.checkpoint,
             "stragglers": list(self.stragglers),
             "divergence": self.divergence,
+            "mirror": self.mirror,
         }
 
 
@@ -217,7 +222,16 @@ def status_of(run: RunPaths) -> RunStatus:
         checkpoint=checkpoint.step if checkpoint else None,
         stragglers=tuple(still_slow(told, summary.attempt)),
         divergence=still_diverged(told, summary.attempt),
+        mirror=_mirror(run),
     )
+
+
+def _mirror(run: RunPaths) -> dict[str, Any] | None:
+    """Return how the mirror stands; None without one, or if the configuration cannot be read."""
+    try:
+        return describe_mirror(run, config_of(run).checkpoint)
+    except TrainctlError:
+        return None
 
 
 def summarise_runs(runs: list[RunPaths]) -> list[RunSummary]:

@@ -69,6 +69,6 @@ def wait_for(condition: Any) -> None:
 
 def cursor(run: RunPaths, name: str) -> dict[str, Any]:
     try:
-        return json.loads(run.logger(name).cursor.read_text())
+        return json.loads(run.companion(name).cursor.read_text())
     except FileNotFoundError:
         return {"points": 0, "problem": ""}

@@ -86,10 +86,10 @@ def test_a_kill_between_a_logger_s_commit_and_the_cursor_repeats_nothing(tmp_pat
     records = list(draw(3, 300))
     append(run, iter(records[:150]))
     assert send(run, "csv") == (0, "")
-    before = run.logger("csv").cursor.read_text()
+    before = run.companion("csv").cursor.read_text()
     append(run, iter(records[150:]))
     assert send(run, "csv") == (0, "")
-    run.logger("csv").cursor.write_text(before)
+    run.companion("csv").cursor.write_text(before)
     with (run.root / "csv" / "train.csv").open("a") as stream:
         stream.write("301,17")  # and in the middle of a row
     assert send(run, "csv") == (0, "")
@@ -101,10 +101,10 @@ def test_without_a_cursor_it_begins_anew(tmp_path: Path) -> None:
     append(run, draw(4, 50))
     assert send(run, "csv") == (0, "")
     (run.root / "csv" / "train.csv").write_text("not,what\nis,expected\n")
-    run.logger("csv").cursor.unlink()
+    run.companion("csv").cursor.unlink()
     assert send(run, "csv") == (0, "")
     check(run)
-    run.logger("csv").cursor.write_text("{")
+    run.companion("csv").cursor.write_text("{")
     code, said = send(run, "csv")
     assert code == 4 and "csv.json cannot be read" in said
 
@@ -146,7 +146,7 @@ def test_what_a_killed_follower_left_is_removed_by_the_next(tmp_path: Path) -> N
     run = new_run(tmp_path)
     append(run, draw(7, 20))
     assert send(run, "csv") == (0, "")
-    left = run.logger("csv").folder / ".csv.json.0123456789abcdef.tmp"
+    left = run.companion("csv").folder / ".csv.json.0123456789abcdef.tmp"
     of_another = left.with_name(".tensorboard.json.0123456789abcdef.tmp")
     for path in (left, of_another):
         path.touch()

@@ -96,17 +96,17 @@ def test_what_was_written_after_the_commit_is_taken_back(tmp_path: Path) -> None
     records = list(draw(3, 200))
     append(run, iter(records[:100]))
     assert send(run, "tensorboard") == (0, "")
-    before = run.logger("tensorboard").cursor.read_text()
+    before = run.companion("tensorboard").cursor.read_text()
     (first,) = (run.root / "tensorboard").iterdir()
     append(run, iter(records[100:]))
     assert send(run, "tensorboard") == (0, "")
-    run.logger("tensorboard").cursor.write_text(before)
+    run.companion("tensorboard").cursor.write_text(before)
     with first.open("ab") as stream:
         stream.write(b"half a rec")
     assert send(run, "tensorboard") == (0, "")
     check(run)
     assert max(written(run).values()) == 1
-    run.logger("tensorboard").cursor.unlink()
+    run.companion("tensorboard").cursor.unlink()
     assert send(run, "tensorboard") == (0, "")
     check(run)
     assert max(written(run).values()) == 1

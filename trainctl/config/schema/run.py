@@ -402,6 +402,21 @@ class CheckpointConfig:
     compare_replay: bool = option(
         True, "Stop after a resume if a repeated step has a different loss than before."
     )
+    mirror: str | None = option(
+        None,
+        "URL of a folder of this run's own in an object store (s3, gs, az) or file system (file), "
+        "to which a process beside the run copies checkpoints and records; `trainctl resume URL` "
+        "continues from them on any machine.",
+        example="s3://bucket/runs/NAME",
+    )
+    mirror_bandwidth: int | None = option(
+        None,
+        "Maximum bytes per second to and from the mirror, which is read back for verification; "
+        "none is unlimited.",
+        unit="bytes",
+        minimum=1 << 10,
+        needs=(lambda section: section.mirror is not None, "checkpoint.mirror"),
+    )
 
     @property
     def saves_something(self) -> bool:

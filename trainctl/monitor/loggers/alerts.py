@@ -85,7 +85,7 @@ class Alerter:
     """
 
     def __init__(self, run: RunPaths) -> None:
-        self._run, self._path = run, run.logger(ALERTS).cursor
+        self._run, self._path = run, run.companion(ALERTS).cursor
         self._config: RunConfig | None = None
         self._asked: dict[int, bool] = {}
         self._id, self._began = run_id(run), time.time()

@@ -6,7 +6,6 @@ The cursor is `RUN/loggers/NAME.json`, replaced as a whole.
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +18,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.monitor import loggers
 from trainctl.options.logger import python_of
-from trainctl.runs.files import ensure_folder, write_json
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import Event, Position, RecordReader, record_files
 
@@ -37,29 +36,6 @@ def command(run: RunPaths, name: str, *options: str, config: RunConfig) -> list[
     ours = ["-P", "-m", "trainctl.monitor.loggers"]
     start = ours if python == sys.executable else ["-P", loggers.__file__]
     return [python, *start, str(run.root), name, *options]
-
-
-def send(run: RunPaths, name: str, *, config: RunConfig, again: bool = False) -> int:
-    """Send everything that is not sent yet, in a process of its own, and return its exit code.
-
-    Args:
-        again: Whether to send everything from the beginning.
-
-    Raises:
-        TrainctlError: The run directory cannot be written (exit code 4).
-    """
-    paths, options = run.logger(name), ("--again",) if again else ()
-    try:
-        ensure_folder(paths.folder)
-        with paths.log.open("ab") as log:
-            argv = command(run, name, *options, config=config)
-            return subprocess.run(argv, stdout=log, stderr=log).returncode
-    except OSError as error:
-        raise TrainctlError(
-            f"{run.root} cannot be written: {error.strerror}",
-            hint="how far a logger has come is kept there; copy the run to send it from elsewhere",
-            exit_code=ExitCode.environment,
-        ) from None
 
 
 BATCH_BYTES = 1 << 20

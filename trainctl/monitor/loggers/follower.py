@@ -40,7 +40,7 @@ class Follower:
 
     def __init__(self, run: RunPaths, name: str) -> None:
         self._run, self._name = run, name
-        self._path = run.logger(name).cursor
+        self._path = run.companion(name).cursor
         self._sink: Sink | None = None
         self.cursor = read_cursor(self._path)
 

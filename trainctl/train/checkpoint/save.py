@@ -35,6 +35,7 @@ from trainctl.runs import checkpoints
 from trainctl.runs.files import make_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import FORMAT, write_manifest
+from trainctl.runs.mirror_state import kept_for_mirror
 from trainctl.train.checkpoint.content import write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER, OptimizerState
 
@@ -135,9 +136,7 @@ def write_checkpoint(
     process: Process,
     part: RankPart,
     facts: dict[str, Any],
-    *,
-    keep: int | None,
-    best_of: str | None = None,
+    config: CheckpointConfig,
 ) -> Path:
     """Write a checkpoint to a temporary folder, commit it, then rotate older ones; on all ranks.
 
@@ -145,8 +144,7 @@ def write_checkpoint(
         process: This rank, with a control group that no other thread uses.
         facts: Manifest entries that do not depend on the ranks' fragments, `weights_only` among
             them.
-        keep: Number of newest checkpoints of this kind to keep; None keeps all weights-only ones.
-        best_of: Metric whose best checkpoint is also kept.
+        config: Which checkpoints to keep.
 
     Returns:
         The committed folder.
@@ -179,12 +177,11 @@ def write_checkpoint(
     _run_on_all_ranks(process, folder, finish if process.is_first else _do_nothing)
     if process.is_first:
         try:
-            if weights_only:
-                checkpoints.rotate_weights(run, keep=keep, reached=reached)
-            else:
-                checkpoints.rotate_checkpoints(
-                    run, keep=keep or 1, best_of=best_of, reached=reached
-                )
+            keep = config.weights_only_keep if weights_only else config.keep
+            spare = partial(kept_for_mirror, run, keep=keep or 1) if config.mirror else None
+            checkpoints.rotate_checkpoints(
+                run, config, weights_only=weights_only, spare=spare, reached=reached
+            )
         except OSError as error:
             # This checkpoint is safe. If the disk fills up, the next save fails and says so.
             print(f"an old checkpoint could not be deleted: {error}", flush=True)
@@ -397,18 +394,11 @@ class Saver:
     def _write(
         self, part: RankPart, facts: dict[str, Any], started: float, stalled: float | None
     ) -> None:
-        config, weights_only = self._config, facts["weights_only"]
-        path = write_checkpoint(
-            self._run,
-            self._process,
-            part,
-            facts,
-            keep=config.weights_only_keep if weights_only else config.keep,
-            best_of=None if weights_only else config.best_of,
-        )
+        path = write_checkpoint(self._run, self._process, part, facts, self._config)
         seconds = time.monotonic() - started
         stall = seconds if stalled is None else stalled
-        self._saved.put(SavedCheckpoint(facts["step"], path, weights_only, seconds, stall))
+        saved = SavedCheckpoint(facts["step"], path, facts["weights_only"], seconds, stall)
+        self._saved.put(saved)
 
 
 FAULT_VARIABLE = "TRAINCTL_FAULT"

@@ -1,0 +1,209 @@
+"""Layout of a mirror: what is listed, and the parts that it consists of.
+
+| key below the mirror's URL | |
+|---|---|
+| `index/00000007.json` | what is listed: checkpoints and records; the highest number counts |
+| `parts/WRITER/SHA256` | a part of a file, or the description of files (`FileSet`), by its digest |
+
+An index is written with a condition, that its number is not taken, after everything it refers to
+was read back. So there is one sequence of indexes, and none refers to what is not whole. A writer
+removes only parts that no index referred to before its own, and never those of a later writer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from trainctl.config.codec import from_plain
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.mirror.store import Store
+from trainctl.runs.manifest import NAME, digest
+
+PART_BYTES = 32 << 20
+"""Bytes of a part. Each part in flight is in memory twice, as sent and as read back."""
+PARTS_AT_ONCE = 4
+"""Parts that are sent or fetched at the same time: one connection rarely fills a network."""
+
+SCHEMA = 1
+_INDEX_FOLDER, _PART_FOLDER = "index", "parts"
+_PART = re.compile(r"parts/[0-9a-f]{16}/[0-9a-f]{64}")
+_DIGEST = "sha256"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file, as its parts."""
+
+    name: str
+    """Path below the checkpoint's folder, or below the run directory for a record."""
+    bytes: int
+    sha256: str
+    part_keys: tuple[str, ...]
+    """Keys of its parts, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSet:
+    """Files of a checkpoint, or the records of a run; stored as a part of its own."""
+
+    files: tuple[StoredFile, ...] = ()
+
+    def encode(self) -> bytes:
+        """Return the content of its part."""
+        return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """A whole checkpoint in the mirror, with facts of its manifest."""
+
+    name: str
+    """Name of its folder in the run."""
+    step: int
+    bytes: int
+    files: str
+    """Key of its `FileSet`."""
+    manifest: str
+    """SHA-256 of its manifest's file."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    kept_for: str = ""
+    attempt: int = 0
+    weights_only: bool = False
+    stored: float = 0.0
+    """Time when it was listed, in Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """List of everything whole in a mirror."""
+
+    number: int
+    run: str
+    """Id of the run that owns the mirror."""
+    name: str
+    """Name of the run directory."""
+    writer: str
+    """Id of the run directory that wrote it."""
+    host: str
+    """Machine that wrote it."""
+    records: str
+    """Key of the `FileSet` of configuration, plans and records."""
+    checkpoints: tuple[ListedCheckpoint, ...] = ()
+    schema: int = SCHEMA
+
+    def encode(self) -> bytes:
+        """Return its content, with its checksum."""
+        plain = json.loads(json.dumps(asdict(self)))
+        return json.dumps({**plain, _DIGEST: digest(plain)}, indent=1).encode()
+
+
+def index_key(number: int) -> str:
+    """Return the key of an index."""
+    return f"{_INDEX_FOLDER}/{number:08d}.json"
+
+
+def part_key(writer: str, sha256: str) -> str:
+    """Return the key of a part that a writer sends."""
+    return f"{_PART_FOLDER}/{writer}/{sha256}"
+
+
+def index_keys(store: Store) -> list[str]:
+    """Return the keys of all indexes, oldest first."""
+    return [key for key in store.keys(_INDEX_FOLDER) if re.fullmatch(r"index/\d{8,}\.json", key)]
+
+
+def part_keys(store: Store) -> list[str]:
+    """Return the keys of all parts, listed or not."""
+    return store.keys(_PART_FOLDER)
+
+
+def newest_index(store: Store) -> tuple[Index | None, int]:
+    """Return the newest readable index, and the highest number in use; None and 0 if there is none.
+
+    A damaged index is passed over: it was never confirmed, or the store has damaged it since.
+
+    Raises:
+        TrainctlError: It is of a newer version (exit code 5).
+    """
+    keys = index_keys(store)
+    highest = max((int(PurePosixPath(key).stem) for key in keys), default=0)
+    for key in reversed(keys):
+        content = store.read(key)
+        index = None if content is None else decode_index(content, key)
+        if index is not None and index_key(index.number) == key:
+            return index, highest
+    return None, highest
+
+
+def decode_index(content: bytes, where: str) -> Index | None:
+    """Return the index, or None if it is damaged.
+
+    Raises:
+        TrainctlError: It is of a newer version (exit code 5).
+    """
+    try:
+        plain = json.loads(content)
+        claimed = plain.pop(_DIGEST)
+        if digest(plain) != claimed:
+            return None
+        if plain["schema"] > SCHEMA:
+            raise TrainctlError(
+                f"{where} was written by a newer trainctl (schema {plain['schema']})",
+                hint="pip install --upgrade trainctl",
+                exit_code=ExitCode.run_state,
+            )
+        index = from_plain(Index, plain)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    are_named = all(NAME.fullmatch(each.name) for each in index.checkpoints)
+    keys = [index.records, *(each.files for each in index.checkpoints)]
+    return index if are_named and all(map(_PART.fullmatch, keys)) else None
+
+
+def read_part(store: Store, key: str) -> bytes:
+    """Return the content of a part.
+
+    Raises:
+        TrainctlError: It is missing or has another content than its name says (exit code 5).
+    """
+    content = store.read(key) if _PART.fullmatch(key) else None
+    if content is None or hashlib.sha256(content).hexdigest() != PurePosixPath(key).name:
+        raise TrainctlError(
+            f"{store.url}/{key} is {'missing' if content is None else 'damaged'}",
+            exit_code=ExitCode.run_state,
+        )
+    return content
+
+
+def read_files(store: Store, key: str) -> tuple[StoredFile, ...]:
+    """Return the files of a checkpoint or of the records.
+
+    Raises:
+        TrainctlError: Their description is missing or damaged (exit code 5).
+    """
+    try:
+        plain: Any = json.loads(read_part(store, key))
+        files = from_plain(FileSet, plain).files
+    except (ValueError, TypeError, RecursionError) as error:
+        raise TrainctlError(
+            f"{store.url}/{key} is damaged: {error}", exit_code=ExitCode.run_state
+        ) from None
+    for file in files:
+        path = PurePosixPath(file.name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise TrainctlError(
+                f"{store.url}/{key} names a file outside the run: {file.name!r}",
+                exit_code=ExitCode.run_state,
+            )
+    return files
+
+
+def parts_of(files: Iterable[StoredFile]) -> set[str]:
+    """Return the keys of all parts of files."""
+    return {key for file in files for key in file.part_keys}

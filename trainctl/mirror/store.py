@@ -1,0 +1,143 @@
+"""Objects below a URL, of any file system whose writes can be made to fail if the object exists."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainctl.readers.remote import (
+    ATTEMPTS,
+    Notify,
+    call_with_retries,
+    file_system_of,
+    print_notice,
+)
+from trainctl.runs.files import temporary_path, write_bytes
+
+
+class Store:
+    """Objects by their keys, paths below the URL. Reads are never answered from a cache.
+
+    Args:
+        url: Folder, in the syntax of fsspec.
+        attempts: Attempts at each request.
+        notify: Called before each wait for another attempt.
+
+    Raises:
+        TrainctlError: By each method: the store refuses, is unreachable, or its package is missing.
+    """
+
+    def __init__(
+        self, url: str, *, attempts: int = ATTEMPTS, notify: Notify = print_notice
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._attempts, self._notify = attempts, notify
+        self._file_system, root = file_system_of(self.url, notify)
+        self._root = root.rstrip("/")
+        self._is_local = self.url.startswith("file://")
+
+    def read(self, key: str) -> bytes | None:
+        """Return the content of an object; None if there is none."""
+
+        def read() -> bytes | None:
+            try:
+                data: bytes = self._file_system.cat_file(self._path(key))
+            except FileNotFoundError:
+                return None
+            return data
+
+        found: bytes | None = self._call(read, key, "read")
+        return found
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write an object, or replace it, at once."""
+        self._call(partial(self._write, key, data), key, "write")
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object unless there is one; return False if there is.
+
+        A repeated request may find the object that its first attempt wrote.
+        """
+
+        def create() -> bool:
+            try:
+                self._create(key, data)
+            except OSError as error:
+                if _is_taken(error):
+                    return False
+                raise
+            return True
+
+        made: bool = self._call(create, key, "write")
+        return made
+
+    def keys(self, folder: str) -> list[str]:
+        """Return the keys of all objects below a folder, sorted."""
+
+        def look() -> list[str]:
+            self._file_system.invalidate_cache()
+            try:
+                found = self._file_system.find(self._path(folder))
+            except FileNotFoundError:
+                return []
+            start = len(self._root.lstrip("/")) + 1
+            return sorted(path.lstrip("/")[start:] for path in found)
+
+        keys: list[str] = self._call(look, folder, "read")
+        return [key for key in keys if not key.endswith(".tmp")]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects; one that is gone already is fine."""
+
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self._file_system.rm([self._path(key) for key in keys])
+
+        if keys:
+            self._call(remove, keys[0], "write")
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _call(self, attempt: Callable[[], Any], key: str, verb: str) -> Any:
+        return call_with_retries(
+            attempt,
+            f"{self.url}/{key}",
+            notify=self._notify,
+            attempts=self._attempts,
+            verb=verb,
+        )
+
+    def _write(self, key: str, data: bytes) -> None:
+        if self._is_local:
+            path = Path(self._path(key))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, data)
+        else:
+            self._file_system.pipe_file(self._path(key), data)
+
+    def _create(self, key: str, data: bytes) -> None:
+        """Write an object; raise FileExistsError if there is one."""
+        if not self._is_local:
+            self._file_system.pipe_file(self._path(key), data, mode="create")
+            return
+        path = Path(self._path(key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = temporary_path(path, secrets.token_hex(8))
+        try:
+            write_bytes(whole, data)
+            os.link(whole, path)  # unlike a rename, it fails if the name is taken
+        finally:
+            whole.unlink(missing_ok=True)
+
+
+def _is_taken(error: OSError) -> bool:
+    """Return True if a condition was not met. Not every S3 server says which, as s3fs needs it."""
+    response = getattr(error.__cause__, "response", None) or {}
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return isinstance(error, FileExistsError) or status == 412
