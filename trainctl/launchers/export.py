@@ -35,6 +35,8 @@ TARGETS = {
     "transformers": ExportTarget(
         function="trainctl.train.export.directory:export", takes=MODEL | {"shard_bytes"}
     ),
+    "trainer": ExportTarget(function="trainctl.migration.checkpoints.to_trainer:export_trainer"),
+    "dcp": ExportTarget(function="trainctl.migration.checkpoints.to_dcp:export_dcp"),
 }
 """Formats by the name that `--to` takes."""
 

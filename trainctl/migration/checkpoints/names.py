@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ def match_names(
     Raises:
         TrainctlError: Two tensors of the source would be one tied weight, and they differ.
     """
-    plain = {_WRAPPERS.sub("", name): name for name in source.shapes}
-    prefix = _common_prefix(plain, shapes)
+    plain = {without_wrappers(name): name for name in source.shapes}
+    prefix = common_prefix(plain, shapes)
     found = {name.removeprefix(prefix): there for name, there in plain.items()}
     matched: dict[str, str] = {}
     for name in shapes:
@@ -48,7 +48,12 @@ def match_names(
     return matched
 
 
-def _common_prefix(names: Mapping[str, str], wanted: Mapping[str, Sequence[int]]) -> str:
+def without_wrappers(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers of torch add."""
+    return _WRAPPERS.sub("", name)
+
+
+def common_prefix(names: Collection[str], wanted: Mapping[str, Sequence[int]]) -> str:
     """Return the prefix without which most of the wanted names are found; often empty."""
     first = next(iter(wanted), "")
     candidates = {name.removesuffix(first) for name in names if name.endswith(first)} | {""}

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.errors import TrainctlError
 
@@ -64,6 +65,15 @@ class Source(ABC):
     untrained: frozenset[str] = frozenset()
     notes: list[str]
 
+    def use_model(self, model: PreTrainedModel) -> None:  # noqa: B027
+        """Take the model, without values, that the tensors are for; called before any `read`.
+
+        A source whose files need the model to be understood sets `shapes` here once more.
+
+        Raises:
+            TrainctlError: The files do not match the model.
+        """
+
     @abstractmethod
     def read(self, parameter: str, state: str, start: int, end: int) -> torch.Tensor:
         """Return elements [start, end) of a state of a whole, flattened parameter.
@@ -99,6 +109,10 @@ class Format:
 
 
 FORMATS: Mapping[str, Format] = {
+    "trainer": Format(
+        described="checkpoint of transformers' Trainer or of accelerate (optimizer.pt)",
+        module="trainctl.migration.checkpoints.trainer",
+    ),
     "universal": Format(
         described="DeepSpeed universal checkpoint (zero/NAME/fp32.pt)",
         module="trainctl.migration.checkpoints.universal",
@@ -106,6 +120,10 @@ FORMATS: Mapping[str, Format] = {
     "deepspeed": Format(
         described="DeepSpeed checkpoint (*_model_states.pt, *_optim_states.pt)",
         module="trainctl.migration.checkpoints.deepspeed",
+    ),
+    "dcp": Format(
+        described="torch's distributed checkpoint, also torchtitan's (.metadata)",
+        module="trainctl.migration.checkpoints.dcp",
     ),
 }
 """Formats by name, in the order in which `detect` looks for them."""

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -186,6 +186,32 @@ class LazyTensor:
         return values
 
 
+class _Span(io.RawIOBase):
+    """Part of an open file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = (0, self._position, self._length)[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = max(0, min(len(buffer), self._length - self._position))
+        self._file.seek(self._start + self._position)
+        data = self._file.read(count)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
 class TorchFile:
     """A file of `torch.save` in its zip format, whose tensors are read on demand.
 
@@ -194,17 +220,25 @@ class TorchFile:
 
     Args:
         records: Dotted names of further classes whose objects become `Record`s.
+        span: Offset and length of the part of the file that is meant; None means all of it.
 
     Raises:
         TrainctlError: The file is missing, truncated, damaged or in torch's format before 1.6
             (exit code 5), or it holds an object that is not loaded; names the file.
     """
 
-    def __init__(self, path: Path, records: Collection[str] = ()) -> None:
+    def __init__(
+        self, path: Path, records: Collection[str] = (), span: tuple[int, int] | None = None
+    ) -> None:
         self.path = path
         self._storages: dict[str, Storage] = {}
         try:
-            with zipfile.ZipFile(path) as archive:
+            self._start, length = span or (0, path.stat().st_size)
+            self._end = self._start + length
+            with (
+                path.open("rb") as file,
+                zipfile.ZipFile(_Span(file, self._start, length)) as archive,
+            ):
                 self._entries = {
                     entry.filename.partition("/")[2]: entry for entry in archive.infolist()
                 }
@@ -220,7 +254,6 @@ class TorchFile:
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
             why = f"it is truncated, damaged, or not in torch's zip format ({error})"
             raise damaged(path, why) from None
-        self._size = path.stat().st_size
         self.content = unpickle(pickled, path, records=records, storage=self._storage)
 
     def verify(self) -> None:
@@ -243,20 +276,21 @@ class TorchFile:
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise damaged(self.path, "it is compressed, which torch.save does not do")
             offset = self._data_offset(entry)
-            if offset + entry.file_size > self._size:
+            if offset + entry.file_size > self._end:
                 raise damaged(self.path, "it is truncated")
             self._storages[key] = Storage(self.path, offset, entry.file_size, entry.CRC)
         return self._storages[key]
 
     def _data_offset(self, entry: zipfile.ZipInfo) -> int:
         """Return where an entry's bytes begin: after its local header, name and extra field."""
+        start = self._start + entry.header_offset
         with self.path.open("rb") as file:
-            file.seek(entry.header_offset)
+            file.seek(start)
             header = file.read(30)
         if len(header) < 30 or not header.startswith(b"PK\x03\x04"):
             raise damaged(self.path, "it is damaged (a zip header is not there)")
         name, extra = struct.unpack("<HH", header[26:30])
-        return entry.header_offset + 30 + int(name) + int(extra)
+        return start + 30 + int(name) + int(extra)
 
 
 def unpickle(
@@ -377,8 +411,8 @@ def _no_default(factory: Any = None) -> dict[Any, Any]:
     return {}
 
 
-def _path(*parts: str) -> str:
-    return "/".join(parts)
+def _path(*parts: object) -> str:
+    return "/".join(map(str, parts))
 
 
 _PLAIN: Mapping[str, Any] = {

@@ -129,6 +129,7 @@ def _matched_names(source: Source, plan: RunPlan) -> dict[str, str]:
         )
     model = skeleton(plan.config.model, TORCH_TYPES[number_formats(plan.config.precision).weights])
     shapes = {name: list(each.shape) for name, each in model.named_parameters()}
+    source.use_model(model)
     names = match_names(source, shapes, tied_names(model))
     found = {name: list(source.shapes[there]) for name, there in names.items()}
     used = set(names.values())

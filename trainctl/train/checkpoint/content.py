@@ -138,7 +138,7 @@ class CheckpointReader:
                 hint="a run's model cannot change; start a new run",
                 exit_code=ExitCode.run_state,
             )
-        return self._read(name, self._weights, start, end)
+        return self.read_state(name, self._weights, start, end)
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """Return a persistent buffer, flat; None if an older version did not save it."""
@@ -174,7 +174,7 @@ class CheckpointReader:
             target = fragment.of(state.tensor(fragment.tensor, name))
             source = MASTER if name == AVERAGE and not self.has_average else name
             values = read_shard(
-                partial(self._read, fragment.name, source), shard, fragment.start, end
+                partial(self.read_state, fragment.name, source), shard, fragment.start, end
             )
             target.copy_(values.view(target.shape))
 
@@ -203,8 +203,8 @@ class CheckpointReader:
         """Close the files. Pages that were read from a mapped file stay in memory until then."""
         self._open.clear()
 
-    def _read(self, parameter: str, state: str, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of a whole, flattened parameter from its shards."""
+    def read_state(self, parameter: str, state: str, start: int, end: int) -> torch.Tensor:
+        """Return elements [start, end) of a state of a whole, flattened parameter, in fp32."""
         parts = {
             shard: partial(self._read_fragments, parameter, state, fragments)
             for shard, fragments in self._fragments.get(parameter, {}).items()
