@@ -1376,18 +1376,22 @@ class Checkpoint:
         weights: str = "raw",
         adapter: bool | None = None,
         shard_size: str | int | None = None,
+        check: bool = False,
         progress: WorkProgress | None = None,
     ) -> dict[str, Any]:
         """Write a directory that transformers loads, or another format.
 
         Args:
-            out: A new or empty folder.
+            out: A new or empty folder; a new file of `gguf`.
             to: Format, as `trainctl export --to` names it.
-            dtype: `fp32`, `bf16` or `fp16`; None is the format that the run trains in.
+            dtype: `fp32`, `bf16` or `fp16`, and `q8_0` of `gguf`; None is the format that the run
+                trains in.
             weights: `raw`, or `ema` for their moving average.
             adapter: True writes the adapter alone, as PEFT loads it; otherwise it is merged into
                 its base, and False refuses a run without one.
             shard_size: Largest file of weights, such as `2GB` or a number of bytes.
+            check: Load the export by the library that it is for, and compare scores, ids of tokens
+                and ends of answers with the checkpoint's; the result's `check` has the numbers.
             progress: Called with the name of a piece of work, the units done, and their total.
 
         Returns:
@@ -1399,7 +1403,6 @@ class Checkpoint:
         from trainctl.config.quantities import in_unit
         from trainctl.launchers.export import export
 
-        _require_one_of("dtype", dtype, _DTYPES)
         size = None
         if shard_size is not None:
             size = in_unit(str(shard_size), "bytes", is_count=True)
@@ -1414,6 +1417,7 @@ class Checkpoint:
             dtype=dtype,
             adapter=adapter,
             shard_bytes=None if size is None else int(size),
+            check=check,
         )
 
     def evaluate(

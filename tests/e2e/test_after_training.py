@@ -62,14 +62,21 @@ def test_evaluate_sample_and_export_repeat_what_the_run_recorded(tmp_path):
     content = bytearray(damaged.read_bytes())
     content[-3] ^= 1
     damaged.write_bytes(content)
-    said = trainctl("export", "run", "exported", "--dtype", "bf16", cwd=tmp_path)
+    said = trainctl("export", "run", "exported", "--dtype", "bf16", "--check", cwd=tmp_path)
     assert "passed over: step-00000004: rank-00000.safetensors is damaged" in said
     assert "exported weights-00000003" in said and "byte tokenizer has none" in said
+    assert "by transformers" in said and "answers end at 256" in said and "\nequal" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert model.dtype == torch.bfloat16
     said = trainctl("export", "run", "exported", cwd=tmp_path, code=2)
     assert "not an empty folder" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run"]
+    of_gguf = ("--to", "gguf", "--dtype", "q8_0", "--check")
+    found = as_json("export", "run", "run.gguf", *of_gguf, cwd=tmp_path)
+    assert found["check"]["equal"] and found["check"]["library"].startswith("llama.cpp")
+    assert found["check"]["difference"] <= found["check"]["bound"] and found["dtype"] == "q8_0"
+    said = trainctl("export", "run", "run.gguf", *of_gguf, cwd=tmp_path, code=2)
+    assert "run.gguf exists" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run", "run.gguf"]
 
 
 def test_checkpoint_now_saves_while_the_run_trains(tmp_path):

@@ -31,6 +31,7 @@ from trainctl.train.adapters.layers import LoraLayer, apply_adapter, attach, ini
 from trainctl.train.data import held_out_data
 from trainctl.train.evaluation import evaluate_sources
 from trainctl.train.export.adapter import export_adapter, peft_config
+from trainctl.train.export.check import check_adapter
 from trainctl.train.export.directory import export
 from trainctl.train.models.frozen_base import FullModel, OverlayWeights, recorded_base
 from trainctl.train.models.loaded import load
@@ -83,6 +84,8 @@ def test_peft_loads_the_adapter_and_the_merged_model_equals_it(
     out, merged = tmp_path / "adapter", tmp_path / "merged"
     written = export_adapter(plan.config, newest(run), out, dtype=torch.float32)
     assert written.files == ["adapter_config.json", "adapter_model.safetensors"]
+    checked = check_adapter(plan.config, newest(run), out, dtype=torch.float32)
+    assert checked.differences == [] and checked.difference <= checked.bound < 1e-4
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
     theirs = logits_of(loaded)
     assert (theirs - logits_of(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2

@@ -53,7 +53,7 @@ COMMANDS = {
     "export": (
         USE,
         "export:export",
-        "Write a checkpoint as a directory that transformers loads.",
+        "Write a checkpoint as a directory that transformers loads, or in another format.",
     ),
     "add-tokens": (
         USE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +19,7 @@ from trainctl.cli.console import (
     size_text,
 )
 from trainctl.config.quantities import count_text
-from trainctl.errors import TrainctlError
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers.export import TARGETS
 
 
@@ -29,11 +29,18 @@ class ExportType(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+    q8_0 = "q8_0"
 
 
 Format = Annotated[
     str,
     typer.Option("--to", metavar="FORMAT", help=f"Format: {', '.join(TARGETS)}."),
+]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check", help="Load the export by the library it is for; compare it with the checkpoint."
+    ),
 ]
 ShardSize = Annotated[
     str | None,
@@ -54,7 +61,7 @@ def export(
     dtype: Annotated[
         ExportType | None,
         typer.Option(
-            help="Data type of the weights; default: the one that the run trains in.",
+            help="Data type of the weights (q8_0: gguf); default: the one that the run trains in.",
             show_default=False,
         ),
     ] = None,
@@ -67,6 +74,7 @@ def export(
         typer.Option("--merge", help="Merge the adapter into its base model (default)."),
     ] = False,
     shard_size: ShardSize = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a directory that transformers loads, or in another format.
@@ -88,12 +96,19 @@ def export(
                 weights=weights.value,
                 adapter=adapter if adapter or merge else None,
                 shard_size=shard_size,
+                check=check,
                 progress=meter,
             )
         )
     if as_json:
         print_json({"schema": 1, **result})
-        return
+    else:
+        _print_export(result, out, weights)
+    if check and not result["check"]["equal"]:
+        raise typer.Exit(ExitCode.training_failed)
+
+
+def _print_export(result: dict[str, Any], out: Path, weights: Weights) -> None:
     for note in result["notes"]:
         print_message(f"note: {note}")
     average = " (average of the weights)" if weights is Weights.ema else ""
@@ -102,6 +117,23 @@ def export(
         f"{count_text(result['parameters'])} parameters, "
         f"{size_text(result['bytes'])}" + (f" of {result['dtype']}" if "dtype" in result else "")
     )
+    if "check" in result:
+        _print_check(result["check"], result["dtype"])
+
+
+def _print_check(checked: dict[str, Any], dtype: str) -> None:
+    for note in checked["notes"]:
+        print_message(f"note: {note}")
+    print_data(
+        f"by {checked['library']}: {checked['scores']:,} scores differ by at most "
+        f"{checked['difference']:.1e} nats from the checkpoint's in {dtype} (bound "
+        f"{checked['bound']:.1e}; {dtype} itself changes them by {checked['rounding']:.1e}); "
+        f"{checked['texts']} texts and conversations compared; "
+        f"answers end at {', '.join(map(str, checked['ends'])) or 'no token'}"
+    )
+    for each in checked["differences"]:
+        print_warning(each)
+    print_data("equal" if checked["equal"] else "the export differs from the checkpoint")
 
 
 def add_tokens(

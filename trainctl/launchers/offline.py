@@ -227,12 +227,17 @@ def import_checkpoint(
         )
 
 
-def require_new(out: Path) -> None:
+def require_new(out: Path, *, is_file: bool = False) -> None:
     """Refuse an output path that exists, unless it is an empty folder; called before the work.
+
+    Args:
+        is_file: Whether the output is a file, so that no folder may be there.
 
     Raises:
         TrainctlError: The path is a file, or a folder that is not empty.
     """
+    if is_file and out.exists():
+        raise TrainctlError(f"{out} exists", hint="name another file, or remove it")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TrainctlError(
             f"{out} exists and is not an empty folder", hint="name another, or remove it"

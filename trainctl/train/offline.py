@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", type=Path)
     export.add_argument("--function", required=True)
     export.add_argument("--options", type=json.loads, default={})
+    export.add_argument("--check")
     tasks_of = tasks.add_parser("tasks", parents=[common])
     tasks_of.add_argument("--name", action="append", required=True)
     tasks_of.add_argument("--include", type=Path)
@@ -280,6 +281,12 @@ def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
         progress=lambda done, total: progress("exporting", done, total),
         **given,
     )
+    checked: dict[str, Any] = {}
+    if arguments.check:
+        progress("checking", 0, 1)
+        given.pop("shard_bytes", None)
+        made = resolve_name(arguments.check)(plan.config, arguments.checkpoint, out, **given)
+        checked = {"check": made.to_json()}
     return {
         "out": str(out),
         **({"dtype": dtype} if dtype else {}),
@@ -287,6 +294,7 @@ def _export(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
         "bytes": exported.size_bytes,
         "parameters": exported.num_parameters,
         "notes": exported.notes,
+        **checked,
     }
 
 

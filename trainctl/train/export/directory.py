@@ -68,40 +68,74 @@ def export(
         TrainctlError: No space (4), the folder is not empty (2), or the checkpoint is of another
             model or has no such weights (5). No files are left behind.
     """
-    model = skeleton(with_portable_attention(config.model), dtype)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    units = list(published_units(model))
-    total = sum(_unit_bytes(unit, dtype) for unit in units)
-    saved = CheckpointReader(checkpoint, weights=weights)
-    source = whole_weights(saved, FullModel.of(config.model, model), kept=base_file(checkpoint))
+    published = PublishedModel(config, checkpoint, dtype=dtype, weights=weights)
+    total = sum(_unit_bytes(unit, dtype) for unit in published.units)
     with new_folder(out, total) as folder:
         done = 0
 
         def pieces(unit: Unit) -> Iterator[torch.Tensor]:
             nonlocal done
-            for piece in unit.pieces(read):
+            for piece in published.pieces(unit):
                 yield piece.to(unit.dtype or dtype)
                 done += piece.numel() * (unit.dtype or dtype).itemsize
                 progress(done, total)
-            saved.close()
 
-        read = _folded_reader(config.model, model, source)
-        _write_weights(folder, _split_into_files(units, dtype, shard_bytes), dtype, pieces)
-        notes = write_all_but_weights(model, config, dtype, folder)
-        if isinstance(source, MergedWeights):
-            notes.append("the adapter is merged into its base; --adapter writes it alone")
-            adapter = low_rank(config.adapter)
-            if adapter is not None and adapter.is_quantized:
-                notes.append(
-                    f"the base is what {adapter.base_weights.value} makes of it, beside which the "
-                    "adapter was trained"
-                )
+        _write_weights(
+            folder, _split_into_files(published.units, dtype, shard_bytes), dtype, pieces
+        )
+        notes = write_all_but_weights(published.model, config, dtype, folder)
     return ExportedCheckpoint(
         files=sorted(path.name for path in out.iterdir()),
         size_bytes=total,
-        num_parameters=sum(shape.numel() for shape in shapes.values()),
-        notes=notes,
+        num_parameters=published.num_parameters,
+        notes=[*notes, *published.notes],
     )
+
+
+class PublishedModel:
+    """A checkpoint's model in the tensors that its architecture is published in.
+
+    An adapter is merged into its base, and muP's multipliers are folded in.
+
+    Attributes:
+        model: Skeleton of the model, without weights.
+        units: The published tensors, in the model's order.
+    """
+
+    def __init__(
+        self, config: RunConfig, checkpoint: Path, *, dtype: torch.dtype, weights: str
+    ) -> None:
+        self.model = skeleton(with_portable_attention(config.model), dtype)
+        self.units = list(published_units(self.model))
+        self._config = config
+        self._saved = CheckpointReader(checkpoint, weights=weights)
+        whole = FullModel.of(config.model, self.model)
+        self._source = whole_weights(self._saved, whole, kept=base_file(checkpoint))
+        self._read = _folded_reader(config.model, self.model, self._source)
+
+    def pieces(self, unit: Unit) -> Iterator[torch.Tensor]:
+        """Yield the elements of a unit's tensors in their order, flat."""
+        yield from unit.pieces(self._read)
+        self._saved.close()
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on an adapter that was merged."""
+        adapter = low_rank(self._config.adapter)
+        if not isinstance(self._source, MergedWeights) or adapter is None:
+            return []
+        notes = ["the adapter is merged into its base; --adapter writes it alone"]
+        if adapter.is_quantized:
+            notes.append(
+                f"the base is what {adapter.base_weights.value} makes of it, beside which the "
+                "adapter was trained"
+            )
+        return notes
 
 
 def _split_into_files(

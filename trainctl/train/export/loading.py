@@ -17,7 +17,7 @@ from trainctl.options.tokenizer import spec_of
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import read_record
 from trainctl.runs.layout import RunPaths
-from trainctl.train.export.module import is_module_export, load_module
+from trainctl.train.export.module import is_module_export, load_module, plain_module
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,7 +63,7 @@ def _load_model(
     directory has a config.json.
     """
     if is_module_export(folder):
-        return load_module(folder, dtype=dtype)
+        return plain_module(load_module(folder, dtype=dtype))
     settings = {"trust_remote_code": True} if trusts_code else {}
     with _quiet():
         return kind.from_pretrained(folder, dtype=dtype or "auto", **settings)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import ModelConfig
@@ -42,10 +43,8 @@ def is_module_export(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-def load_module(
-    folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu"
-) -> nn.Module:
-    """Return the module of an export, in evaluation mode.
+def load_module(folder: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Return the module of an export on the CPU, seen as a model of transformers.
 
     The function is imported as any module of this process is, and runs here: load exports that you
     trust.
@@ -69,8 +68,8 @@ def load_module(
         ) from None
     model = new_section("model", "module", factory=factory, arguments=arguments)
     view = skeleton(model, kept if dtype is None else dtype)
-    materialise(view, SafetensorsWeights(folder, view), torch.device(device))
-    return plain_module(view)
+    materialise(view, SafetensorsWeights(folder, view), torch.device("cpu"))
+    return view.eval()
 
 
 def plain_module(model: nn.Module) -> nn.Module:

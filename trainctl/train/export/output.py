@@ -1,4 +1,4 @@
-"""Output of an export: what it says of itself, and a folder that appears when it is complete."""
+"""Output of an export: what it says of itself, and files that appear when they are complete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,30 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
     Raises:
         TrainctlError: `out` exists and is not empty, or it cannot be written (exit code 4).
     """
+    with _renamed(out, needed_bytes) as folder:
+        folder.mkdir()
+        yield folder
+        sync_directory(folder)
+
+
+@contextmanager
+def new_file(out: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yield a temporary path, at which the caller makes a file that becomes `out` on success.
+
+    Raises:
+        TrainctlError: `out` exists, or cannot be written (exit code 4).
+    """
+    with _renamed(out, needed_bytes) as path:
+        if out.exists():  # a rename would replace it
+            raise FileExistsError(errno.EEXIST, "")
+        yield path
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def _renamed(out: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yield a temporary path beside `out`; what is there is renamed to `out`, or removed."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(out)
@@ -45,20 +69,18 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
         if free_bytes < needed_bytes:
             sizes = f"{disk_text(needed_bytes)} are needed and {disk_text(free_bytes)} free"
             raise OSError(errno.ENOSPC, sizes)
-        folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-        folder.mkdir()
+        made = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         try:
-            yield folder
-            sync_directory(folder)
-            folder.rename(out)  # an empty folder is replaced, any other refused
+            yield made
+            made.rename(out)  # an empty folder is replaced by a folder, any other refused
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(made)
             raise
         sync_directory(out.parent)
     except FileNotFoundError:  # the checkpoint was rotated away
         raise
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
             raise TrainctlError(f"{out} exists and is not an empty folder") from None
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise TrainctlError(
@@ -73,4 +95,12 @@ def _remove_leftovers(out: Path) -> None:
     for path in out.parent.iterdir():
         match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.tmp", path.name)
         if match is not None and not is_alive(int(match[1])):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
