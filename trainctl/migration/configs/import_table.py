@@ -52,7 +52,7 @@ class Conversion:
         if is_number(value):
             return cast(float, value)
         entry = self.table.keys.get(name)
-        if self.given(name):
+        if entry is not None and entry.convert and self.given(name):
             self.leave(name, "it is no number")
         return entry.default if entry is not None and is_number(entry.default) else None
 
@@ -74,15 +74,16 @@ class Conversion:
         """Return False if another alias of the document's key is read in its place."""
         return "[" in key or self.name_of(self.table.canonical(key)) == key
 
-    def set(self, ours: str, value: Any, name: str = "") -> None:
+    def set(self, ours: str, value: Any, *names: str) -> None:
         """Set trainctl's key, or the option of its group.
 
         Args:
-            name: Key of the source that asks for it, if the document has it.
+            names: Keys of the source that ask for it; those that the document lacks do not count.
         """
         self.converted.set(ours, value)
-        if self.given(name):
-            self.converted.origins[ours] = self.name_of(name)
+        given = tuple(self.name_of(name) for name in names if self.given(name))
+        if given:
+            self.converted.origins[ours] = given
 
     def leave(
         self, name: str, reason: str, nearest: str = "", why: Why = Why.left, value: Any = None
@@ -119,7 +120,7 @@ def flatten(
     """Yield the dotted key and the value of each leaf; a mapping that the table has is a leaf."""
     for name, value in document.items():
         key = f"{prefix}{name}"
-        is_leaf = table is not None and key in table.keys
+        is_leaf = table is not None and key in table.keys and not table.has_parts(key)
         if isinstance(value, Mapping) and value and not is_leaf:
             yield from flatten(value, table, f"{key}.")
         elif _is_list_of_mappings(value) and not is_leaf:
@@ -216,16 +217,18 @@ def _result(conversion: Conversion) -> ImportResult:
         if ours in known or ours.startswith(FREE):
             settings[ours] = value
         elif ours in converted.origins:
-            key, group = converted.origins[ours], ours.partition(".")[0]
+            group = ours.partition(".")[0]
             reason = f"{group}={converted.choices.get(group)} has no {ours}"
-            converted.leave(key, conversion.leaves[key], reason)
-            converted.imported.discard(key)
+            for key in converted.imported & {*converted.origins[ours]}:
+                converted.leave(key, conversion.leaves[key], reason)
+                converted.imported.discard(key)
     return ImportResult(
         choices=converted.choices,
         settings=settings,
         passed={},
         left_out=tuple(converted.left_out),
         carried=tuple(key for key in conversion.leaves if key in converted.imported),
+        origins=converted.origins,
         tool=conversion.table.tool,
         findings=tuple(conversion.findings),
     )

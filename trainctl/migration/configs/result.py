@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -55,12 +55,27 @@ class ImportResult:
     """Keys that are not imported."""
     carried: tuple[str, ...] = ()
     """Keys of the source that are imported."""
+    origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Keys of the source that ask for each of trainctl's keys and groups, where tables say it."""
     tool: str = "deepspeed"
     """Program that the source configures."""
     file: str = ""
     """Name of the imported file."""
     findings: tuple[Finding, ...] = ()
     """Warnings about the source, and what the resulting configuration lacks as errors."""
+
+    def without(self, key: str, reason: str, nearest: str) -> ImportResult:
+        """Return the result without trainctl's key or group, whose sources are left out."""
+        there = [each for each in self.origins.get(key, ()) if each in self.carried]
+        values = {**self.settings, **self.choices}
+        left = (LeftOutKey(each, values.get(key), reason, nearest) for each in there)
+        return replace(
+            self,
+            choices={name: value for name, value in self.choices.items() if name != key},
+            settings={name: value for name, value in self.settings.items() if name != key},
+            carried=tuple(each for each in self.carried if each not in there),
+            left_out=(*self.left_out, *left),
+        )
 
     @property
     def missing(self) -> tuple[Finding, ...]:
@@ -96,14 +111,14 @@ class ConvertedKeys:
     """Value of each key."""
     imported: set[str] = field(default_factory=set)
     """Keys and sections of the source that are imported by these."""
-    origins: dict[str, str] = field(default_factory=dict)
-    """Key of the source that set each of trainctl's keys; without those set by defaults."""
+    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Keys of the source that ask for each of trainctl's; without those set by defaults."""
     left_out: list[LeftOutKey] = field(default_factory=list)
 
     def take(self, key: str, ours: str, value: Any) -> None:
         """Import the source's key `key` as trainctl's key or group `ours`."""
         self.imported.add(key)
-        self.origins[ours] = key
+        self.origins[ours] = (key,)
         self.set(ours, value)
 
     def set(self, ours: str, value: Any) -> None:

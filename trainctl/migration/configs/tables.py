@@ -10,7 +10,7 @@
 | `looks_like` | lists of keys: a document with all keys of one list is the program's |
 | `unlike` | keys that the program's documents never have |
 | `always` | trainctl keys and groups, with the values that hold for every document |
-| `keys` | for each key (dotted, `name[].key` in a list of mappings, `section.*`) its entry |
+| `keys` | an entry for each key: dotted, `name[].key` in a list, `section.*`, `prefix_*` |
 
 An entry is a trainctl key or group, whose value is carried as it is, or a mapping of:
 
@@ -76,10 +76,10 @@ class KeyTable:
     def find(self, key: str) -> str:
         """Return the table's name of a key, with its index in a list dropped; empty if unknown."""
         name = without_indices(key)
-        while name and name not in self.keys:
-            parent = name.removesuffix(".*").rpartition(".")[0]
-            name = f"{parent}.*" if parent else ""
-        return name
+        if name in self.keys:
+            return name
+        ends = (end for end in range(len(name), 0, -1) if name[end - 1] in "._")
+        return next((part for end in ends if (part := f"{name[:end]}*") in self.keys), "")
 
     def canonical(self, key: str) -> str:
         """Return the table's name of a document's key, of which it may be an alias; for a key below
@@ -93,6 +93,10 @@ class KeyTable:
         """Return the entry of a document's key; None if it has none."""
         entry = self.keys.get(self.find(key))
         return self.keys[entry.same_as] if entry is not None and entry.same_as else entry
+
+    def has_parts(self, key: str) -> bool:
+        """Return True if the table has keys inside this one."""
+        return any(name.startswith((f"{key}.", f"{key}[].")) for name in self.keys)
 
     def nearest(self, key: str) -> str:
         """Return the table's name that looks most like an unknown key; empty if none does."""

@@ -10,13 +10,18 @@ from trainctl.migration.configs.result import Why
 
 def length(source: Conversion) -> None:
     """Convert `max_steps`, which replaces the epochs if it is above 0."""
-    steps, epochs = source.number("max_steps"), source.number("num_train_epochs")
+    convert_length(source, "num_train_epochs")
+
+
+def convert_length(source: Conversion, name: str) -> None:
+    """Convert `max_steps`, and the epochs, which are under the key `name`."""
+    steps, epochs = source.number("max_steps"), source.number(name)
     if steps and steps > 0:
         source.set("training.steps", int(steps), "max_steps")
-        if source.given("num_train_epochs"):
-            source.leave("num_train_epochs", "max_steps replaces it", why=Why.ignored)
+        if source.given(name):
+            source.leave(name, "max_steps replaces it", why=Why.ignored)
     elif epochs and epochs > 0:
-        source.set("training.epochs", float(epochs), "num_train_epochs")
+        source.set("training.epochs", float(epochs), name)
 
 
 def precision(source: Conversion) -> None:
@@ -31,6 +36,29 @@ def precision(source: Conversion) -> None:
         source.set("precision", "fp16", "fp16")
     else:
         source.set("precision", "fp32")
+
+
+def set_pure_bf16(source: Conversion, name: str) -> None:
+    """Set the formats of training without mixed precision, which the key `name` asks for.
+
+    8-bit states have a format of their own, so that only the weights would be bf16.
+    """
+    if source.converted.choices.get("optimizer") == "adamw_8bit":
+        source.set("precision", "bf16")
+        source.leave(name, "master weights beside 8-bit states are fp32", "precision=bf16")
+    else:
+        source.set("precision", "bf16-low-memory", name)
+
+
+def least_stage(source: Conversion) -> str:
+    """Return the ZeRO stage of a program that shards nothing.
+
+    It is 0, or 1 where DeepSpeed needs ZeRO: to scale the loss of fp16, for master weights in bf16,
+    and to clip by the norm of experts on several ranks. Results are the same.
+    """
+    needs = source.converted.choices.get("precision") in ("fp16", "bf16-low-memory")
+    experts = source.converted.settings.get("parallelism.expert", 1)
+    return "1" if needs or experts != 1 else "0"
 
 
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,17 +77,20 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def schedule(source: Conversion) -> None:
     """Convert `lr_scheduler_type`, its arguments and the warmup."""
-    kind = str(source.get("lr_scheduler_type"))
+    convert_schedule(source, "lr_scheduler_type")
+
+
+def convert_schedule(source: Conversion, name: str) -> None:
+    """Convert the schedule that the key `name` names, its arguments and the warmup."""
+    kind = str(source.get(name))
     if kind not in SCHEDULES:
-        source.leave(
-            "lr_scheduler_type", f"there is no schedule {kind}", "schedule=cosine, or another one"
-        )
+        source.leave(name, f"there is no schedule {kind}", "schedule=cosine, or another one")
         source.set("schedule", "cosine")
     else:
         option, keys = SCHEDULES[kind]
-        source.set("schedule", option, "lr_scheduler_type")
-        for name, value in keys.items():
-            source.set(f"schedule.{name}", value)
+        source.set("schedule", option, name)
+        for key, value in keys.items():
+            source.set(f"schedule.{key}", value)
     _schedule_arguments(source, kind)
     warmup(source, is_used=kind != "constant")
 
@@ -112,7 +143,12 @@ def warmup(source: Conversion, *, is_used: bool = True) -> None:
 
 def saving(source: Conversion) -> None:
     """Convert the intervals between checkpoints; epochs have no counterpart."""
-    strategy, steps = str(source.get("save_strategy")), source.number("save_steps")
+    convert_saving(source, str(source.get("save_strategy")))
+
+
+def convert_saving(source: Conversion, strategy: str) -> None:
+    """Convert `save_steps` by a strategy: steps, no, best, none (said already), or epoch."""
+    steps = source.number("save_steps")
     source.set("checkpoint.every_minutes", None)
     if strategy == "steps" and steps is not None and steps >= 1:
         source.set("checkpoint.every_steps", int(steps), "save_steps")
@@ -127,7 +163,7 @@ def saving(source: Conversion) -> None:
         source.set("checkpoint.at_end", False)
     elif strategy == "best":
         source.set("checkpoint.best_of", "loss", "save_strategy")
-    else:
+    elif strategy != "none":
         source.leave(
             "save_strategy",
             "checkpoints are made by steps or minutes, not by epochs",
@@ -137,7 +173,12 @@ def saving(source: Conversion) -> None:
 
 def evaluation(source: Conversion) -> None:
     """Convert the intervals between evaluations."""
-    strategy, steps = str(source.get("eval_strategy")), source.number("eval_steps")
+    convert_evaluation(source, str(source.get("eval_strategy")))
+
+
+def convert_evaluation(source: Conversion, strategy: str) -> None:
+    """Convert `eval_steps` by a strategy: steps, no, end (of the run), or epoch."""
+    steps = source.number("eval_steps")
     if strategy == "steps":
         steps = source.number("logging_steps") if steps is None else steps
         if steps is not None and steps >= 1:
@@ -153,13 +194,16 @@ def evaluation(source: Conversion) -> None:
         source.leave("eval_steps", f"eval_strategy={strategy} replaces it", why=Why.ignored)
     if strategy in ("no", "False"):
         source.set("training.evaluation_samples", 0)
-    else:
+    elif strategy != "end":
         source.leave(
             "eval_strategy",
             "evaluations are made by steps, and at the end, not by epochs",
             "training.evaluate_every_steps=N",
         )
 
+
+ALSO_TRAINED = {"embed_tokens": "embeddings", "wte": "embeddings", "lm_head": "head"}
+"""Parts of a model, as `adapter.also_train` names them, by the names of their modules."""
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
