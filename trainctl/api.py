@@ -669,12 +669,13 @@ def check_deepspeed(
 
 
 def import_config(
-    file: Place, *, tool: str | None = None, world_size: int | None = None
+    *files: Place, tool: str | None = None, world_size: int | None = None
 ) -> ImportResult:
     """Convert a configuration of another trainer to overrides, or to a recipe.
 
     Args:
-        file: DeepSpeed's JSON, or a YAML, JSON or TOML file of a program that has a table.
+        files: DeepSpeed's JSON, or a YAML, JSON or TOML file of a program that has a table; several
+            if the program merges them, as GPT-NeoX does.
         tool: The program, such as `axolotl`; None detects it by the file's keys.
         world_size: Number of ranks that its batch sizes are for; None takes what the file says.
 
@@ -688,7 +689,7 @@ def import_config(
     """
     from trainctl.migration.configs.import_file import import_file
 
-    return import_file(Path(file), tool=tool, world_size=world_size)
+    return import_file(*map(Path, files), tool=tool, world_size=world_size)
 
 
 def check_machine(

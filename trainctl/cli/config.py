@@ -41,9 +41,12 @@ app = typer.Typer(
 
 @app.command("import")
 def import_config(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Configuration file: JSON, YAML or TOML."),
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE",
+            help="Configuration file: JSON, YAML or TOML; several if the program merges them.",
+        ),
     ],
     tool: Annotated[
         str | None,
@@ -76,12 +79,11 @@ def import_config(
     Examples: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml;
     trainctl config import axolotl.yaml
     """
-    imported = api.import_config(file, tool=tool, world_size=world_size)
+    imported = api.import_config(*files, tool=tool, world_size=world_size)
     show_findings([each for each in imported.findings if not each.is_error])
     idle = [each for each in imported.left_out if each.why is Why.ignored]
-    for left in imported.left_out:
-        if left.why is not Why.ignored:
-            print_message(_left_out_line(left), style="warning")
+    for line in _left_out_lines(imported):
+        print_message(line, style="warning")
     if idle:
         print_message(f"no effect here: {', '.join(each.key for each in idle)}")
     for finding in imported.missing:
@@ -96,10 +98,19 @@ def import_config(
             print_data(quote(override))
 
 
-def _left_out_line(left: LeftOutKey) -> str:
-    head = {Why.unknown: "unknown", Why.default: "differs by default"}.get(left.why, "left out")
-    nearest = f"; nearest: {left.nearest}" if left.nearest else ""
-    return f"{head}: {left.key}={dumps(left.value, default=str)}: {left.reason}{nearest}"
+def _left_out_lines(imported: ImportResult) -> list[str]:
+    """Return a line for each reason, with the keys that are not carried over for it."""
+    lines: dict[tuple[Why, str], list[LeftOutKey]] = {}
+    for left in imported.left_out:
+        if left.why is not Why.ignored:
+            lines.setdefault((left.why, left.reason), []).append(left)
+    texts = []
+    for (why, reason), keys in lines.items():
+        head = {Why.unknown: "unknown", Why.default: "differs by default"}.get(why, "left out")
+        named = ", ".join(f"{each.key}={dumps(each.value, default=str)}" for each in keys)
+        nearest = "; or ".join(dict.fromkeys(each.nearest for each in keys if each.nearest))
+        texts.append(f"{head}: {named}: {reason}{f'; nearest: {nearest}' if nearest else ''}")
+    return texts
 
 
 def _import_json_document(imported: ImportResult) -> dict[str, Any]:

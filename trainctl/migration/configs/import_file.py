@@ -24,39 +24,59 @@ CHECKED_ON = "h100-80g"
 
 
 def import_file(
-    file: Path, *, tool: str | None = None, world_size: int | None = None
+    *files: Path, tool: str | None = None, world_size: int | None = None
 ) -> ImportResult:
     """Import a configuration of DeepSpeed or of a program that has a table.
 
     Args:
+        files: The file; of a program that merges several, all of them.
         tool: The program; None detects it by the file's keys.
         world_size: Number of ranks; None takes what the file says, if it says anything.
 
     Raises:
-        TrainctlError: The file cannot be read, is of no known program or of several, or is not
-            valid for DeepSpeed.
+        TrainctlError: A file cannot be read, is of no known program or of several, or is not valid
+            for DeepSpeed; or two files have the same key.
     """
-    if tool == DEEPSPEED:
+    file = files[0]
+    if tool == DEEPSPEED and len(files) == 1:
         return import_json_file(file, world_size)
-    document = read_document(file)
+    document = _merge({each: read_document(each) for each in files})
     if tool is None:
         keys = {*document, *(key for key, _ in flatten(document))}
         matching = [name for name in tool_names() if load_table(name).matches(keys)]
-        if not matching and _is_json(file):
+        if not matching and _is_json(file) and len(files) == 1:
             return import_json_file(file, world_size)
         tool = detect(document, keys, file=str(file))
     imported = import_document(
         load_table(tool), document, folder=file.parent, world_size=world_size
     )
-    return _settle(replace(imported, file=file.name), world_size)
+    names = " and ".join(each.name for each in files)
+    return _settle(replace(imported, file=names), world_size)
+
+
+def _merge(documents: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+    """Return the keys of all documents together.
+
+    Raises:
+        TrainctlError: Two of them have the same key.
+    """
+    merged: dict[str, Any] = {}
+    places: dict[str, Path] = {}
+    for path, document in documents.items():
+        for key, value in document.items():
+            if key in merged:
+                raise TrainctlError(
+                    f"{places[key]} and {path} both have {key}", hint="remove it from one of them"
+                )
+            merged[key], places[key] = value, path
+    return merged
 
 
 def _is_json(file: Path) -> bool:
-    return file.suffix == ".json" or read_bytes(file, most_bytes=MOST_BYTES).lstrip()[:1] in (
-        b"{",
-        b"[",
-        b"/",
-    )
+    if file.suffix in (".yaml", ".yml"):
+        return False  # YAML in braces, as GPT-NeoX has it, may hold comments and no JSON
+    start = read_bytes(file, most_bytes=MOST_BYTES).lstrip()[:1]
+    return file.suffix == ".json" or start in (b"{", b"[", b"/")
 
 
 def read_document(file: Path) -> dict[str, Any]:
@@ -130,7 +150,10 @@ def _settle(imported: ImportResult, world_size: int | None) -> ImportResult:
 
 
 def _check(imported: ImportResult, world_size: int | None) -> list[Finding]:
-    """Return what a plan of the result would refuse, without asking the hub for a model."""
+    """Return what a plan of the result would refuse, without asking the hub for a model.
+
+    A model that is not at hand is checked as one of 8B, so that nothing else is hidden by it.
+    """
     from trainctl.config.compose import compose_leniently
     from trainctl.hardware import resolve_hardware
     from trainctl.rules.resolve import resolve
@@ -138,13 +161,14 @@ def _check(imported: ImportResult, world_size: int | None) -> list[Finding]:
     path = imported.settings.get("model.path")
     overrides = list(imported.overrides)
     findings = []
-    if path is not None and is_hub_name(path):
-        kept = ("model=", "model.path=", "tokenizer=", "tokenizer.path=")
-        overrides = [each for each in overrides if not each.startswith(kept)]
-        overrides += ["model=llama-8b", "tokenizer=hf", f"tokenizer.path={path}"]
-        findings.append(_hub_finding(path))
-    if not any(each.startswith("hardware") for each in overrides):
-        overrides.append(f"hardware={world_size or _fewest_ranks(imported)}x{CHECKED_ON}")
+    if imported.choices.get("model") == "hf" and not (path and Path(str(path)).is_dir()):
+        overrides = [each for each in overrides if not each.startswith(OF_THE_MODEL)]
+        overrides += ["model=llama-8b", "tokenizer=hf", "tokenizer.path=DIR"]
+        findings.append(_model_finding(path))
+    if not any(each.startswith("hardware=") for each in overrides):
+        is_counted = "hardware.devices_per_node" in imported.settings
+        ranks = "" if is_counted else f"{world_size or _fewest_ranks(imported)}x"
+        overrides.append(f"hardware={ranks}{CHECKED_ON}")
     composed = compose_leniently(overrides)
     findings += [each for each in composed.findings if each.is_error]
     if not composed.has_error:
@@ -154,13 +178,24 @@ def _check(imported: ImportResult, world_size: int | None) -> list[Finding]:
     return [each for each in findings if not (is_stand_in and each.rule in OF_THE_SHAPE)]
 
 
-def _hub_finding(path: str) -> Finding:
+OF_THE_MODEL = ("model=", "model.path=", "model.weights=", "tokenizer=", "tokenizer.path=")
+
+
+def _model_finding(path: Any) -> Finding:
+    """Return the finding on a model that is not at hand: a warning if the hub has it."""
+    if path is not None and is_hub_name(str(path)):
+        return Finding(
+            rule=NO_MODEL,
+            key="model.path",
+            message=f"{path} is taken from the Hugging Face hub when a plan is made",
+            hint=f"without a network: `hf download {path} --local-dir DIR`, and model.path=DIR",
+            severity=Severity.warning,
+        )
     return Finding(
         rule=NO_MODEL,
         key="model.path",
-        message=f"{path} is taken from the Hugging Face hub when a plan is made",
-        hint=f"without a network: `hf download {path} --local-dir DIR`, and model.path=DIR",
-        severity=Severity.warning,
+        message=f"{path} is not a directory" if path else "model=hf needs a transformers directory",
+        hint="model.path=DIR, or a name on the Hugging Face hub",
     )
 
 

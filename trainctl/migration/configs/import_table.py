@@ -56,6 +56,13 @@ class Conversion:
             self.leave(name, "it is no number")
         return entry.default if entry is not None and is_number(entry.default) else None
 
+    def count(self, name: str) -> int:
+        """Return the value of a key as a whole number above 0, else its default; 0 without one."""
+        number = self.number(name)
+        entry = self.table.keys.get(name)
+        default = entry.default if entry is not None and is_number(entry.default) else 0
+        return int(number if number is not None and number >= 1 else max(0, default))
+
     def texts(self, name: str) -> list[str]:
         """Return the value of a key as a list of texts; a single value is a list of one."""
         value = self.get(name)
@@ -120,7 +127,7 @@ def flatten(
     """Yield the dotted key and the value of each leaf; a mapping that the table has is a leaf."""
     for name, value in document.items():
         key = f"{prefix}{name}"
-        is_leaf = table is not None and key in table.keys and not table.has_parts(key)
+        is_leaf = table is not None and table.is_leaf(key)
         if isinstance(value, Mapping) and value and not is_leaf:
             yield from flatten(value, table, f"{key}.")
         elif _is_list_of_mappings(value) and not is_leaf:
@@ -157,14 +164,16 @@ def import_document(
     for function in dict.fromkeys(entry.convert for entry in table.keys.values() if entry.convert):
         converter(function)(conversion)
     left = {each.key for each in conversion.converted.left_out}
-    conversion.converted.imported |= to_convert - left
+    conversion.converted.imported = (conversion.converted.imported | to_convert) - left
     return _result(conversion)
 
 
 def _apply(conversion: Conversion, key: str, value: Any, entry: TableEntry | None) -> None:
     """Carry one key of the document over, or record why not."""
     leave = conversion.converted.leave
-    if entry is None:
+    if entry is None and value in (None, {}, []) and conversion.table.has_parts(key):
+        leave(key, value, "empty: its keys have their defaults", why=Why.ignored)
+    elif entry is None:
         near = conversion.table.nearest(key)
         reason = f"{conversion.table.name} has no such key that is known here"
         leave(key, value, reason, f"did you mean {near}?" if near else "", Why.unknown)

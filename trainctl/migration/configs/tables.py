@@ -74,8 +74,12 @@ class KeyTable:
     keys: Mapping[str, TableEntry]
 
     def find(self, key: str) -> str:
-        """Return the table's name of a key, with its index in a list dropped; empty if unknown."""
+        """Return the table's name of a key, with its index in a list dropped; empty if unknown.
+
+        Dashes in a name mean underscores, where the table has these.
+        """
         name = without_indices(key)
+        name = name if name in self.keys else name.replace("-", "_")
         if name in self.keys:
             return name
         ends = (end for end in range(len(name), 0, -1) if name[end - 1] in "._")
@@ -94,6 +98,10 @@ class KeyTable:
         entry = self.keys.get(self.find(key))
         return self.keys[entry.same_as] if entry is not None and entry.same_as else entry
 
+    def is_leaf(self, key: str) -> bool:
+        """Return True if the table has the key, and none inside it."""
+        return self.find(key) in (key, key.replace("-", "_")) and not self.has_parts(key)
+
     def has_parts(self, key: str) -> bool:
         """Return True if the table has keys inside this one."""
         return any(name.startswith((f"{key}.", f"{key}[].")) for name in self.keys)
@@ -105,6 +113,7 @@ class KeyTable:
 
     def matches(self, keys: set[str]) -> bool:
         """Return True if a document with these top-level and dotted keys is the program's."""
+        keys = {*keys, *(key.replace("-", "_") for key in keys)}
         return not keys & {*self.unlike} and any(keys >= {*each} for each in self.looks_like)
 
 

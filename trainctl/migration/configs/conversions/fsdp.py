@@ -1,0 +1,66 @@
+"""Sharding of torch's FSDP, which accelerate, the Trainer and torchtitan name differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainctl.migration.configs.import_table import Conversion
+
+STAGES = {
+    "FULL_SHARD": "3",
+    "1": "3",
+    "SHARD_GRAD_OP": "2",
+    "2": "2",
+    "NO_SHARD": "0",
+    "3": "0",
+    "HYBRID_SHARD": "3",
+    "4": "3",
+    "HYBRID_SHARD_ZERO2": "2",
+    "_HYBRID_SHARD_ZERO2": "2",
+    "5": "2",
+}
+"""ZeRO stage of each sharding strategy, by name or by FSDP1's number."""
+
+HYBRID = "weights are sharded over all data-parallel ranks, not copied between nodes"
+WITHIN_NODES = "engine=deepspeed zero_stage=3 zero_stage.hpz_partition_size=N"
+
+
+def choose_engine(
+    source: Conversion, strategy: Any, *, name: str, to_host: bool = False, has_axes: bool = False
+) -> None:
+    """Choose the engine and the ZeRO stage for a sharding strategy.
+
+    Args:
+        strategy: One of `STAGES`, or its number; None is full sharding.
+        name: Key of the source that asks for it.
+        to_host: Shards, gradients and states are offloaded to the host.
+        has_axes: Ranks are not data-parallel alone, which `engine=fsdp2` does not do.
+    """
+    wanted = str(strategy or "FULL_SHARD").upper()
+    stage = STAGES.get(wanted)
+    if stage is None:
+        source.leave(name, f"there is no sharding {strategy}", "zero_stage=3 or zero_stage=2")
+        stage = "3"
+    elif "HYBRID" in wanted or wanted in ("4", "5"):
+        source.leave(name, HYBRID, WITHIN_NODES)
+    is_fsdp2 = not has_axes and stage != "0" and _is_supported(source)
+    source.set("engine", "fsdp2" if is_fsdp2 else "deepspeed", name)
+    source.set("zero_stage", stage, name)
+    if to_host:
+        source.set("offload", "cpu-all" if stage == "3" else "cpu")
+
+
+AXES = ("tensor", "pipeline", "sequence", "expert")
+FORMATS = ("fp32", "bf16")
+COMPILED = ("compiled", "deepcompile", "liger")
+
+
+def _is_supported(source: Conversion) -> bool:
+    """Return True if `engine=fsdp2` does what has been converted so far (docs/fsdp2.md)."""
+    choices, settings = source.converted.choices, source.converted.settings
+    return (
+        all(settings.get(f"parallelism.{axis}", 1) == 1 for axis in AXES)
+        and choices.get("precision", "bf16") in FORMATS
+        and choices.get("kernels") not in COMPILED
+        and settings.get("kernels.compile", "none") == "none"
+    )
