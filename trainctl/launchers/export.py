@@ -63,6 +63,9 @@ TARGETS = {
     ),
     "trainer": ExportTarget(function="trainctl.migration.checkpoints.to_trainer:export_trainer"),
     "dcp": ExportTarget(function="trainctl.migration.checkpoints.to_dcp:export_dcp"),
+    "deepspeed-universal": ExportTarget(
+        function="trainctl.migration.checkpoints.to_universal:export"
+    ),
 }
 """Formats by the name that `--to` takes."""
 

@@ -22,7 +22,8 @@ from trainctl.train.checkpoint.optimizer_state import MASTER
 WEIGHTS = "fp32"
 """Name of the master weights among the files of a parameter."""
 
-_POINTER = "latest_universal"
+POINTER = "latest_universal"
+"""File that names the folder of the newest step."""
 
 
 def is_here(directory: Path) -> bool:
@@ -31,7 +32,7 @@ def is_here(directory: Path) -> bool:
 
 
 def _step_folder(directory: Path) -> Path:
-    pointer = directory / _POINTER
+    pointer = directory / POINTER
     return directory / pointer.read_text().strip() if pointer.is_file() else directory
 
 

@@ -1,0 +1,156 @@
+"""Export of a checkpoint as a universal checkpoint of DeepSpeed, with optimizer states.
+
+DeepSpeed loads it at ZeRO 1, 2 and 3 with `"checkpoint": {"load_universal": true}`, on any number
+of ranks. The layout is described in `trainctl.migration.checkpoints.universal`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainctl.config.schema import RunConfig
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.migration.checkpoints.universal import POINTER, WEIGHTS
+from trainctl.plans.trainable import is_partial
+from trainctl.train.checkpoint.content import CheckpointReader
+from trainctl.train.checkpoint.optimizer_state import MASTER
+from trainctl.train.export.output import ExportedCheckpoint, new_folder
+
+_STATES = {MASTER: WEIGHTS, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""DeepSpeed's names of the states; ZeRO 3 loads exactly these (runtime/zero/stage3.py)."""
+
+_GROUPS = 256
+"""Parameter groups in the file. DeepSpeed overwrites the settings of its groups with the file's,
+and loads no group beyond them; ours have no settings, so those of its configuration apply.
+"""
+
+_VERSION = "0.19.8"
+"""Version of DeepSpeed whose layout is written: it refuses a file without one."""
+
+
+def export(
+    config: RunConfig,
+    checkpoint: Path,
+    out: Path,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ExportedCheckpoint:
+    """Write a checkpoint to a new folder that DeepSpeed loads as universal.
+
+    One parameter at a time is in memory.
+
+    Raises:
+        TrainctlError: A part of the model is frozen, or the optimizer is not an Adam; or the disk
+            is full (exit code 4).
+    """
+    reader = CheckpointReader(checkpoint)
+    _require_adam(config, reader)
+    shapes: dict[str, list[int]] = reader.manifest["shapes"]
+    total = sum(math.prod(shape) for shape in shapes.values()) * len(_STATES) * 4
+    step = reader.progress.step
+    tag = f"global_step{step}"
+    done = 0
+    with new_folder(out, total) as folder:
+        for name, shape in shapes.items():
+            target = folder / tag / "zero" / name
+            target.mkdir(parents=True)
+            for state, file in _STATES.items():
+                values = reader.read_state(name, state, 0, math.prod(shape))
+                _save({"param": values.view(shape)}, target / f"{file}.pt")
+                done += values.numel() * values.element_size()
+                progress(done, total)
+            _save(_step_count(reader), target / "step.pt")
+            reader.close()
+        _save(_optimizer_facts(reader), folder / tag / "zero" / "optimizer_state.pt")
+        for prefix in ("", "zero_pp_rank_0_"):  # the second is what ZeRO 3 looks for
+            _save(_model_facts(reader), folder / tag / f"{prefix}mp_rank_00_model_states.pt")
+        (folder / POINTER).write_text(tag)
+    notes = ["the learning rate and the other settings are those of DeepSpeed's configuration"]
+    if reader.manifest.get("loss_scale"):
+        notes.append("the loss scale is not carried over: it begins at its initial value")
+    return ExportedCheckpoint(
+        files=[POINTER, tag],
+        size_bytes=total,
+        num_parameters=sum(math.prod(shape) for shape in shapes.values()),
+        notes=notes,
+    )
+
+
+def _require_adam(config: RunConfig, reader: CheckpointReader) -> None:
+    """Refuse a checkpoint that the format cannot hold.
+
+    Raises:
+        TrainctlError: A part of the model is frozen, or the states are not those of Adam.
+    """
+    if is_partial(config):
+        raise TrainctlError(
+            "--to deepspeed-universal has no place for frozen weights",
+            hint="without --to, the whole model is exported without optimizer states",
+        )
+    missing = set(_STATES) - set(reader.manifest["states"])
+    if missing:
+        raise TrainctlError(
+            f"{reader.path.name} has no {' and no '.join(sorted(missing))}, which DeepSpeed's "
+            f"universal format needs (optimizer={config.optimizer.kind})",
+            hint="without --to, the weights are exported without optimizer states",
+            exit_code=ExitCode.run_state,
+        )
+
+
+def _step_count(reader: CheckpointReader) -> torch.Tensor:
+    """Return the optimizer's step count as torch's Adam keeps it."""
+    return torch.tensor(float(reader.manifest["scalars"].get("step", reader.progress.step)))
+
+
+def _optimizer_facts(reader: CheckpointReader) -> dict[str, Any]:
+    """Return `optimizer_state.pt`: at ZeRO 3 the step is read from `optimizer_state_dict`."""
+    groups: list[dict[str, Any]] = [{} for _ in range(_GROUPS)]
+    step = _step_count(reader)
+    return {
+        "ds_version": _VERSION,
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+    }
+
+
+def _model_facts(reader: CheckpointReader) -> dict[str, Any]:
+    """Return the counters of the training; weights are in `zero/`."""
+    step, samples = reader.progress.step, reader.progress.samples
+    shapes = {name: torch.Size(shape) for name, shape in reader.manifest["shapes"].items()}
+    return {
+        "module": {},
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [shapes],
+        "frozen_param_shapes": {},
+        "frozen_param_fragments": {},
+        "shared_params": {},
+        # DeepSpeed's schedulers count from -1 and read the first key, torch's the others.
+        "lr_scheduler": {
+            "last_batch_iteration": step - 1,
+            "last_epoch": step,
+            "_step_count": step + 1,
+            "lr_lambdas": [],
+        },
+        "skipped_steps": 0,
+        "global_steps": step,
+        "global_samples": samples,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _VERSION,
+        "universal_checkpoint_info": {},
+    }
+
+
+def _save(content: Any, path: Path) -> None:
+    with path.open("xb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
