@@ -87,7 +87,9 @@ def differences(folder: Path, journeys: Sequence[Journey] = JOURNEYS) -> dict[Jo
         ours = {step: loss for step, (loss, _) in curve(_run(folder, journey)).items()}
         assert ours.keys() == set(range(SAVED + 1, LEFT + 1)), ours
         assert returned[journey].keys() == set(range(LEFT + 1, LAST + 1)), returned[journey]
-        found[journey] = Differences(_largest(ours, reference), _largest(returned[journey], reference))
+        found[journey] = Differences(
+            _largest(ours, reference), _largest(returned[journey], reference)
+        )
     return found
 
 

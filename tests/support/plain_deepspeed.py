@@ -74,6 +74,9 @@ def _train(training: Training, process: Process) -> dict[int, float]:
     if training.load is not None:
         path, _ = engine.load_checkpoint(str(training.load))
         assert path is not None
+        for state in engine.optimizer.optimizer.state.values() if training.universal else ():
+            if not torch.is_tensor(state["step"]):  # torch's Adam needs a tensor (ZeRO 3)
+                state["step"] = torch.tensor(float(state["step"]))
     corpora = load_corpora(training.case.run.corpus, plan.config.data)
     data = TrainingData.of(plan, corpora, data_rank=process.rank, data_size=process.world_size)
     losses = {}

@@ -168,7 +168,8 @@ def _missing_records(run: RunPaths, plan: dict[str, Any], status: Status | None,
     newest = max((number for number, _ in checkpoint_folders(run)), default=0)
     if newest > step:  # read manifests only if names suggest a gap
         checkpoint, _ = newest_checkpoint(run)
-        if checkpoint is not None and checkpoint.step > step:
+        # An imported checkpoint is of no attempt.
+        if checkpoint is not None and checkpoint.step > step and checkpoint.attempt:
             return f"they end at step {step:,}, before the checkpoint of step {checkpoint.step:,}"
     stop_step = _at(plan, int, "stop_step") or 0
     config = _at(plan, dict, "config") or {}

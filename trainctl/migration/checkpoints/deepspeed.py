@@ -90,6 +90,9 @@ def open_source(directory: Path) -> Source:
             f"{folder} is cut over {len(models)} model-parallel ranks", hint=_UNIVERSAL
         )
     shards = _grid(folder, _OPTIMIZER, names)
+    lonely = sorted(shards.keys() - models.keys())
+    if lonely:
+        raise damaged(shards[lonely[0]][0], "the weights of its model-parallel rank are missing")
     return DeepSpeedSource(directory, models[0], shards.get(0, []))
 
 

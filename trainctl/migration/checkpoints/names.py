@@ -21,8 +21,9 @@ _PIECE = 1 << 24
 
 def match_names(
     source: Source, shapes: Mapping[str, Sequence[int]], tied: Mapping[str, Sequence[str]]
-) -> dict[str, str]:
-    """Return the source's name of each of the model's parameters that it has, in their order.
+) -> tuple[dict[str, str], set[str]]:
+    """Return the source's name of each of the model's parameters that it has, in their order; and
+    the source's further tensors of tied weights, which are equal.
 
     Parts that wrappers add anywhere are ignored, as is one prefix that all names of the source
     have in common (`module.`, or the attribute of a class around the model).
@@ -38,6 +39,7 @@ def match_names(
     prefix = common_prefix(plain, shapes)
     found = {name.removeprefix(prefix): there for name, there in plain.items()}
     matched: dict[str, str] = {}
+    copies: set[str] = set()
     for name in shapes:
         under = [found[each] for each in (name, *tied.get(name, ())) if each in found]
         if not under:
@@ -45,7 +47,8 @@ def match_names(
         matched[name] = under[0]
         for other in under[1:]:
             _check_tied(source, name, under[0], other)
-    return matched
+            copies.add(other)
+    return matched, copies
 
 
 def without_wrappers(name: str) -> str:
@@ -80,12 +83,9 @@ def order_by_shape(
         TrainctlError: The numbers of the parameters do not follow from it.
     """
     queues = [list(group["params"]) for group in optimizer["param_groups"]]
-    only = len(queues) == 1 and len(queues[0]) == len(shapes)
     found: dict[str, int] = {}
     for name, shape in shapes.items():
-        fitting = [
-            queue for queue in queues if queue and (only or _has_shape(optimizer, queue[0], shape))
-        ]
+        fitting = [queue for queue in queues if queue and _has_shape(optimizer, queue[0], shape)]
         if len(fitting) != 1:
             break
         found[name] = fitting[0].pop(0)

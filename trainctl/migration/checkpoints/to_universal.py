@@ -65,13 +65,17 @@ def export(
                 _save({"param": values.view(shape)}, target / f"{file}.pt")
                 done += values.numel() * values.element_size()
                 progress(done, total)
-            _save(_step_count(reader), target / "step.pt")
+            _save(torch.tensor(_step_count(reader)), target / "step.pt")
             reader.close()
         _save(_optimizer_facts(reader), folder / tag / "zero" / "optimizer_state.pt")
         for prefix in ("", "zero_pp_rank_0_"):  # the second is what ZeRO 3 looks for
             _save(_model_facts(reader), folder / tag / f"{prefix}mp_rank_00_model_states.pt")
         (folder / POINTER).write_text(tag)
-    notes = ["the learning rate and the other settings are those of DeepSpeed's configuration"]
+    notes = [
+        "the learning rate and the other settings are those of DeepSpeed's configuration",
+        "for torch's Adam at ZeRO 3, make the step counts tensors after loading "
+        "(docs/coming-from.md)",
+    ]
     if reader.manifest.get("loss_scale"):
         notes.append("the loss scale is not carried over: it begins at its initial value")
     return ExportedCheckpoint(
@@ -103,19 +107,22 @@ def _require_adam(config: RunConfig, reader: CheckpointReader) -> None:
         )
 
 
-def _step_count(reader: CheckpointReader) -> torch.Tensor:
-    """Return the optimizer's step count as torch's Adam keeps it."""
-    return torch.tensor(float(reader.manifest["scalars"].get("step", reader.progress.step)))
+def _step_count(reader: CheckpointReader) -> float:
+    return float(reader.manifest["scalars"].get("step", reader.progress.step))
 
 
 def _optimizer_facts(reader: CheckpointReader) -> dict[str, Any]:
-    """Return `optimizer_state.pt`: at ZeRO 3 the step is read from `optimizer_state_dict`."""
+    """Return `optimizer_state.pt`; ZeRO 3 reads the step count there, not in `step.pt`.
+
+    ZeRO 3 gives the same object to all its sub-groups (runtime/zero/stage3.py). A tensor would be
+    increased once for each of them in every step, so the count is a number.
+    """
     groups: list[dict[str, Any]] = [{} for _ in range(_GROUPS)]
-    step = _step_count(reader)
+    states = {0: {"step": int(_step_count(reader))}}
     return {
         "ds_version": _VERSION,
         "param_groups": groups,
-        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+        "optimizer_state_dict": {"state": states, "param_groups": groups},
     }
 
 

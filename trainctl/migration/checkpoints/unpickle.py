@@ -332,7 +332,7 @@ class _Unpickler(pickle.Unpickler):
         self._path, self._records, self._storage = path, records, storage
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
+        full = f"{module}.{name}".replace("__builtin__.", "builtins.")  # before protocol 3
         if full in _PLAIN:
             return _PLAIN[full]
         if full in self._records:

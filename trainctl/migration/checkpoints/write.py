@@ -28,7 +28,14 @@ from trainctl.plans.settings import number_formats
 from trainctl.plans.trainable import is_partial
 from trainctl.plans.types import RunPlan
 from trainctl.runs import checkpoints
-from trainctl.runs.directory import create_run, is_run, open_run, remove_run
+from trainctl.runs.directory import (
+    create_run,
+    is_run,
+    last_attempt,
+    new_attempt,
+    open_run,
+    remove_run,
+)
 from trainctl.runs.files import make_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold_lock
@@ -97,6 +104,8 @@ def import_source(
                     exit_code=ExitCode.run_state,
                 )
             total = _write(source, run, names, states, facts, plan, progress)
+            if not last_attempt(run):
+                new_attempt(run, plan)  # export and evaluate read the plan there
     except BaseException:
         if not was_there:
             remove_run(run)
@@ -130,9 +139,9 @@ def _matched_names(source: Source, plan: RunPlan) -> dict[str, str]:
     model = skeleton(plan.config.model, TORCH_TYPES[number_formats(plan.config.precision).weights])
     shapes = {name: list(each.shape) for name, each in model.named_parameters()}
     source.use_model(model)
-    names = match_names(source, shapes, tied_names(model))
+    names, copies = match_names(source, shapes, tied_names(model))
     found = {name: list(source.shapes[there]) for name, there in names.items()}
-    used = set(names.values())
+    used = {*names.values(), *copies}
     found |= {name: list(shape) for name, shape in source.shapes.items() if name not in used}
     where = f"{source.path} ({source.format})"
     try:
@@ -160,18 +169,16 @@ def _carried_states(source: Source, plan: RunPlan) -> tuple[str, ...]:
     section = plan.config.optimizer
     wanted = set(spec_of(section).states_of(section, is_matrix=False))
     had = set(source.states) - {MASTER}
-    if had and not (wanted and wanted <= had):
+    if had and wanted != had:
         raise TrainctlError(
             f"{source.path} has the optimizer states {', '.join(sorted(had))}; "
             f"optimizer={section.kind} has {', '.join(sorted(wanted)) or 'none'}",
             hint="choose the optimizer that the source trained with",
             exit_code=ExitCode.run_state,
         )
-    for left in sorted(had - wanted):
-        source.notes.append(f"the optimizer state {left} is left out: optimizer={section.kind}")
     if not had:
         source.notes.append("the source has no optimizer states: they begin at zero")
-    return (MASTER, *sorted(wanted & had))
+    return (MASTER, *sorted(had))
 
 
 def _facts(source: Source, plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
