@@ -71,9 +71,9 @@ class Differences:
     """Largest differences of a journey's losses from those of DeepSpeed alone, in nats."""
 
     imported: float
-    """In trainctl, after the import."""
+    """Difference in trainctl, after the import."""
     returned: float
-    """In DeepSpeed, after the export."""
+    """Difference in DeepSpeed, after the export."""
 
 
 def differences(folder: Path, journeys: Sequence[Journey] = JOURNEYS) -> dict[Journey, Differences]:

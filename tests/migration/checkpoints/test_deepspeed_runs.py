@@ -1,4 +1,4 @@
-"""Trainings of plain DeepSpeed go on in trainctl and back with the losses of DeepSpeed alone."""
+"""Trainings of plain DeepSpeed go on in trainctl and back, with the losses of DeepSpeed alone."""
 
 from pathlib import Path
 
