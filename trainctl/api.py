@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from os import PathLike
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import pandas
 
     from trainctl.config.compose import ComposedConfig
+    from trainctl.config.schema import RunConfig
     from trainctl.hardware import Hardware
     from trainctl.launchers.machine_report import MachineReport
     from trainctl.launchers.offline import WeightsChoice
@@ -823,6 +825,7 @@ def resume(
     step: int | None = None,
     attempt: int | None = None,
     from_start: bool = False,
+    prove_first: bool = False,
     force: bool = False,
     wait: bool = True,
     progress: Progress | Observer | None = None,
@@ -840,6 +843,8 @@ def resume(
         step: Continue from the checkpoint after so many steps, and leave later ones behind.
         attempt: Attempt whose configuration to take; None is the newest that got going.
         from_start: Begin again, and leave all checkpoints behind.
+        prove_first: Replay one step with and without the changes, and resume only if they differ by
+            rounding at most (`prove`).
         force: Start although the budget does not fit.
         wait: Return when the run has ended; otherwise at once.
         progress: Called with each record of the run, while this call waits.
@@ -851,27 +856,43 @@ def resume(
             the plan is refused. As `RunFailed`: the run failed.
         KeyboardInterrupt: Ctrl-C; the run has saved and ended.
     """
-    from trainctl.config.compose import recompose
-    from trainctl.config.user_code import with_script_arguments
     from trainctl.launchers import start
 
     began = time.time()
-    folder = _config_dir(config_dir)
     run = run if isinstance(run, Run) else Run(run)
+    configure = partial(_recomposed, overrides, _config_dir(config_dir), script_arguments)
+    observer = progress if isinstance(progress, start.Observer) else start.Observer(progress)
+    if prove_first:
+        from trainctl.launchers.prove import require_proof
+
+        place = None if from_start else (step, attempt)
+        require_proof(run.paths, configure, changes=overrides, place=place, say=observer.proving)
     start.resume_run(
         run.paths,
-        lambda before: with_script_arguments(
-            recompose(before, overrides, config_dir=folder), script_arguments
-        ),
+        configure,
         step=step,
         attempt=attempt,
         from_start=from_start,
         force=force,
         wait=wait,
         began=began,
-        observer=progress if isinstance(progress, start.Observer) else start.Observer(progress),
+        observer=observer,
     )
     return run
+
+
+def _recomposed(
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    script_arguments: list[str] | None,
+    before: RunConfig,
+) -> ComposedConfig:
+    """Return the configuration of a run with changes."""
+    from trainctl.config.compose import recompose
+    from trainctl.config.user_code import with_script_arguments
+
+    composed = recompose(before, overrides, config_dir=config_dir)
+    return with_script_arguments(composed, script_arguments)
 
 
 def import_checkpoint(
@@ -953,15 +974,13 @@ def prove(
         TrainctlError: There is no such checkpoint, or the change is not legal or changes which
             samples a step has. As `RunFailed`: a replay failed.
     """
-    from trainctl.config.compose import recompose
     from trainctl.launchers import prove as proofs
 
     if steps < 1:
         raise TrainctlError(f"--steps {steps} replays nothing", hint="--steps 1")
-    folder = _config_dir(config_dir)
     return proofs.prove(
         (run if isinstance(run, Run) else Run(run)).paths,
-        lambda before: recompose(before, changes, config_dir=folder),
+        partial(_recomposed, changes, _config_dir(config_dir), None),
         changes=changes,
         steps=steps,
         checkpoint=checkpoint,

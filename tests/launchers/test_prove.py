@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import TINY
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
+import trainctl as tc
 from trainctl.config import registry
+from trainctl.errors import ExitCode
 from trainctl.launchers.comparison import FACTOR, Comparison, Verdict, compare
 from trainctl.launchers.prove import copy_run
 from trainctl.runs.checkpoints import list_checkpoints
@@ -57,6 +62,7 @@ class Replayed:
             [(recorded, self.recordings["reordered"])],
             unit=2.0**-23,
             head_dim=16,
+            tokens=256,
         )
 
 
@@ -159,3 +165,42 @@ def test_a_fault_is_named_at_its_tensor(replayed: Replayed, fault: str) -> None:
     assert found.first.step == CHECKPOINT + 1
     if fault == "unscaled":
         assert "2 times as large" in str(found.first)
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_a_run_is_proved_by_launches_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tc.launch(*TINY, "training.steps=5", "checkpoint.every_steps=2", run_dir="run")
+    before = contents(run.path)
+    proof = tc.prove(run, "zero_stage=3", steps=1, python=sys.executable)
+    assert (proof.verdict, proof.checkpoint, proof.reproduces) == (
+        Verdict.within_rounding,
+        4,
+        True,
+    )
+    assert proof.file == str(run.path / "proofs" / "1.json")
+    assert json.loads(Path(proof.file).read_text())["verdict"] == "within_rounding"
+    with pytest.raises(tc.TrainctlError, match="update of") as refused:
+        tc.resume(run, "optimizer.epsilon=1e-3", step=2, prove_first=True)
+    assert refused.value.exit_code == ExitCode.training_failed
+    after = contents(run.path)
+    assert {path: after[path] for path in before} == before  # nothing was written to it
+    assert [path for path in after if path not in before] == ["proofs/1.json", "proofs/2.json"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".prove")] == []
+    for changes, steps, code in (
+        (["training.global_batch_size=16"], 1, ExitCode.bad_input),
+        ([], 4, ExitCode.run_state),
+    ):
+        with pytest.raises(tc.TrainctlError) as wrong:
+            tc.prove(run, *changes, steps=steps)
+        assert wrong.value.exit_code == code
+
+
+def contents(folder: Path) -> dict[str, tuple[int, float]]:
+    """Return size and time of change of each file, without the lock, which a resume takes."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime) for path in files
+    }

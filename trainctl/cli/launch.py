@@ -148,6 +148,13 @@ def resume(
         ),
     ] = False,
     attempt: AttemptOption = None,
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove",
+            help="First replay a step with and without the changes; refuse if they differ.",
+        ),
+    ] = False,
     dry_run: DryRun = False,
     force: Force = False,
     config_dir: ConfigDir = None,
@@ -171,6 +178,7 @@ def resume(
         step=step,
         attempt=attempt,
         from_start=from_start,
+        prove_first=prove,
         force=force,
         wait=not detach,
         progress=LaunchView(
@@ -203,6 +211,9 @@ class LaunchView(Observer):
 
     def warn(self, text: str) -> None:
         print_warning(text)
+
+    def proving(self, text: str) -> None:
+        print_message(text)
 
     def found(self, findings: Sequence[Finding]) -> None:
         show_findings(findings)

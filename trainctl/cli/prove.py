@@ -75,7 +75,8 @@ def show_proof(proof: Proof) -> None:
                 f"{each.replayed!r} when it is replayed as recorded, and had {each.recorded!r}"
             )
     if proof.reproduces:
-        print_data(f"reproduced: the recorded losses of {len(proof.record)} steps")
+        steps = ", ".join(str(each.step) for each in proof.record)
+        print_data(f"the replay as recorded has the run's own losses (step {steps})")
     kinds = ("forward", "loss", "gradient", "update")
     rows = []
     for step in proof.steps:

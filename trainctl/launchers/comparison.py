@@ -24,6 +24,12 @@ A change of the layout reorders other sums than the measurement does, in attenti
 and an estimate of a norm from a few projections is off by a third.
 """
 
+LOSS_UNIT = 2.0**-23
+"""Spacing of the numbers of fp32 next to 1: a loss is summed in fp32 at least."""
+
+LEAST_GROUPS = 4
+"""Fewest groups of an axis, of which the worst is left out."""
+
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -102,6 +108,7 @@ def compare(
     *,
     unit: float,
     head_dim: int | None,
+    tokens: int,
 ) -> Comparison:
     """Compare the replay as recorded with the changed one.
 
@@ -110,11 +117,12 @@ def compare(
         unit: Spacing of the numbers next to 1 in the coarser of the compute formats: the least
             rounding that is expected.
         head_dim: Width of an attention head, to name heads.
+        tokens: Tokens of a step, over which the rounding of single losses averages out.
     """
     steps: list[StepComparison] = []
     first, is_equal, tensors = None, True, 0
     for step in recorded.steps:
-        found = list(_step_differences(step, recorded, changed, reordered, unit))
+        found = list(_step_differences(step, recorded, changed, reordered, unit, tokens))
         worst: dict[str, TensorDifference] = {}
         for each in found:
             known = worst.get(each.kind)
@@ -137,6 +145,7 @@ def _step_differences(
     changed: Recording,
     reordered: Sequence[tuple[Recording, Recording]],
     unit: float,
+    tokens: int,
 ) -> Iterator[TensorDifference]:
     """Yield the differences of a step in the order of computation."""
     of_loss = unit
@@ -146,7 +155,8 @@ def _step_differences(
         spread = _spread(step, kind, names, reordered)
         if kind is RecordedKind.gradient:
             losses = [(a.losses[step], b.losses[step]) for a, b in reordered]
-            of_loss = max(unit, of_loss, *(_relative(*pair) for pair in losses))
+            spreads = [_relative(*pair) for pair in losses]
+            of_loss = max(LOSS_UNIT, of_loss / math.sqrt(tokens), *spreads)
             was, now = recorded.losses[step], changed.losses.get(step, math.nan)
             ratio = now / was if was else math.nan
             yield TensorDifference(step, "loss", "", None, _relative(was, now), of_loss, ratio)
@@ -154,7 +164,7 @@ def _step_differences(
             expected = max(unit, spread[name])
             of_loss = expected if kind is RecordedKind.forward else of_loss
             ratio = _ratio(one[name], other[name])
-            size = distance(one[name], other[name])
+            size = distance(one[name], other[name], kind)
             yield TensorDifference(step, kind.value, name, layer_of(name), size, expected, ratio)
 
 
@@ -193,7 +203,7 @@ def _spread(
         left, right = one.of_kind(step, kind), other.of_kind(step, kind)
         for name in names:
             if name in left and name in right:
-                own[name] = max(own[name], distance(left[name], right[name]))
+                own[name] = max(own[name], distance(left[name], right[name], kind))
     found, largest = {}, dict[str, float]()
     for name in names:  # in the order of computation
         alike = _LAYER.sub(".*.", f"{name}.", count=1)
@@ -202,23 +212,40 @@ def _spread(
     return found
 
 
-def distance(one: Summary, other: Summary) -> float:
-    """Return the estimated norm of the difference of two tensors, divided by the first's norm."""
-    return float(_distances(one.lines.sum(0)[None], one.lines, other.lines)[0])
+def distance(one: Summary, other: Summary, kind: RecordedKind) -> float:
+    """Return the estimated norm of the difference of two tensors, divided by the first's norm.
+
+    Of updates, the worst sixteenth of the rows or of the columns is left out: where Adam's second
+    moment is nearly 0, a single element may differ by any amount.
+    """
+    norm = one.lines[:, 0].sum()
+    if kind is not RecordedKind.update:
+        return float(_root_share(_squares(one.lines, other.lines).sum(), norm))
+    axes = ((one.lines, other.lines), (one.columns, other.columns))
+    kept = []
+    for left, right in axes:
+        squares = np.sort(_squares(left, right))
+        left_out = max(1, len(squares) // 16) if len(squares) >= LEAST_GROUPS else 0
+        kept.append(squares[: len(squares) - left_out].sum())
+    return float(_root_share(min(kept), norm))
 
 
-def _distances(norms: Numbers, one: Numbers, other: Numbers) -> Numbers:
-    """Return differences of groups, (groups,); with one norm, of all groups together."""
+def _squares(one: Numbers, other: Numbers) -> Numbers:
+    """Return the estimated squared norm of the difference in each group; inf if that is NaN."""
     if one.shape != other.shape:
-        return np.full(len(norms), math.inf)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        squares = np.square(one[:, 1:] - other[:, 1:]).mean(1)
-        squares = squares if len(norms) == len(one) else squares.sum()[None]
-        found: Numbers = np.sqrt(squares / norms[:, 0])
-    found[squares == 0] = 0.0
-    is_same = np.array_equal(one, other, equal_nan=True)
-    found[np.isnan(found)] = 0.0 if is_same else math.inf
+        return np.full(len(one), math.inf)
+    found: Numbers = np.square(one[:, 1:] - other[:, 1:]).mean(1)
+    is_same = (one == other) | (np.isnan(one) & np.isnan(other))
+    found[np.isnan(found)] = math.inf
+    found[is_same.all(1)] = 0.0
     return found
+
+
+def _root_share(squares: Any, norms: Any) -> Any:
+    """Return the root of squares divided by squared norms; 0 of nothing is nothing."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = np.sqrt(np.asarray(squares) / np.asarray(norms))
+    return np.where(squares == 0, 0.0, np.where(np.isnan(found), math.inf, found))
 
 
 def _ratio(one: Summary, other: Summary) -> float:
@@ -244,7 +271,14 @@ def _located(
     axes = ("sample", "feature") if found.kind == RecordedKind.forward else ("row", "column")
     allowed = 2 * FACTOR * found.expected  # of a group: fewer elements, a worse estimate
     parts = [
-        _part(axis, _distances(left, left, right), size, allowed, head_dim, found.tensor)
+        _part(
+            axis,
+            _root_share(_squares(left, right), left[:, 0]),
+            size,
+            allowed,
+            head_dim,
+            found.tensor,
+        )
         for axis, left, right, size in zip(
             axes,
             (one.lines, one.columns),

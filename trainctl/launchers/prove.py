@@ -125,7 +125,7 @@ class Proof:
         """The verdict in words."""
         if self.first is not None:
             return f"differs, first in the {self.first}"
-        what = f"{self.tensors:,} tensors of {len(self.steps)} steps"
+        what = f"{self.tensors:,} tensors of {_count_steps(len(self.steps))}"
         if self.verdict is Verdict.equal:
             return f"equal bit for bit: {what}"
         return f"within rounding: {what}"
@@ -149,8 +149,9 @@ def prove(
     changes: Sequence[str],
     steps: int,
     checkpoint: int | None,
-    python: Path | None,
     say: Say,
+    python: Path | None = None,
+    attempt: int | None = None,
 ) -> Proof:
     """Replay steps of a run as recorded and with a change, compare, and write the result.
 
@@ -160,12 +161,14 @@ def prove(
         steps: Number of steps to replay.
         checkpoint: Step of the checkpoint; None takes the newest that has as many steps left.
         python: Interpreter of another environment for the second replay.
+        attempt: Attempt whose configuration is replayed; None takes the one that stands for the
+            run.
 
     Raises:
         TrainctlError: There is no such checkpoint, the change is not legal or changes which samples
             a step has, or a replay failed.
     """
-    before = config_of(run)
+    before = config_of(run, attempt)
     plan = _plan(recompose(before, []), run)
     changed = _plan(configure(before), run)
     _check_comparable(plan, changed)
@@ -187,8 +190,50 @@ def prove(
         reordered,
         unit=max(UNITS.get(each, _FP8_UNIT) for each in formats),
         head_dim=None if before.model.is_module else head_dim(before.model),
+        tokens=plan.batch.tokens_per_step,
     )
     return _written(run, _proof(run, found, changes, comparison, versions))
+
+
+def require_proof(
+    run: RunPaths,
+    configure: Callable[[RunConfig], ComposedConfig],
+    *,
+    changes: Sequence[str],
+    place: tuple[int | None, int | None] | None,
+    say: Say,
+) -> None:
+    """Prove one step before a resume; see `prove`.
+
+    Args:
+        place: Step of the checkpoint and number of the attempt, as of `prove`; None begins again.
+
+    Raises:
+        TrainctlError: It differs by more than rounding (exit code 6), or cannot be replayed.
+    """
+    if place is None:
+        raise TrainctlError(
+            "--prove replays a step from a checkpoint, and --from-start leaves all of them behind",
+            hint="leave one of them out",
+        )
+    checkpoint, attempt = place
+    proof = prove(
+        run,
+        configure,
+        changes=changes,
+        steps=1,
+        checkpoint=checkpoint,
+        attempt=attempt,
+        say=say,
+    )
+    say(proof.sentence)
+    if proof.exit_code:
+        what = proof.sentence if proof.first else "it does not reproduce its recorded losses"
+        raise TrainctlError(
+            f"{run.root} was not resumed: {what}",
+            hint=f"{proof.file or 'the result'} has every step; resume without --prove goes on",
+            exit_code=proof.exit_code,
+        )
 
 
 def _proof(
@@ -314,7 +359,9 @@ def _choose_checkpoint(
     if fitting:
         return fitting[-1]
     known = ", ".join(str(info.step) for info in there)
-    message = f"{run.root} has no checkpoint with {steps} steps left before step {last + steps:,}"
+    message = (
+        f"{run.root} has no checkpoint with {_count_steps(steps)} left before step {last + steps:,}"
+    )
     if wanted is not None and wanted not in {info.step for info in there}:
         message = f"{run.root} has no complete checkpoint of step {wanted}"
     raise TrainctlError(
@@ -380,7 +427,7 @@ class Replays:
         Raises:
             RunFailed: The replay failed.
         """
-        self._say(f"replaying {self._steps} steps {what}")
+        self._say(f"replaying {_count_steps(self._steps)} {what}")
         folder = self._folder / str(len(list(self._folder.iterdir())))
         stop = self._checkpoint.step + self._steps
         plan = replace(plan, stop_step=stop)
@@ -433,6 +480,10 @@ def copy_run(
     if run.users_corpus.is_dir():
         copy.users_corpus.symlink_to(run.users_corpus)
     return copy
+
+
+def _count_steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _link(file: Path, place: Path) -> None:

@@ -73,6 +73,9 @@ class Observer:
         """Take a warning that concerns no key."""
         warnings.warn(text, stacklevel=2)
 
+    def proving(self, text: str) -> None:
+        """Take what the proof before a resume does or has found."""
+
     def found(self, findings: Sequence[Finding]) -> None:
         """Take warnings on ignored configuration, and later those on the machines."""
 

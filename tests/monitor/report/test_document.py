@@ -91,6 +91,18 @@ def test_the_revision_that_a_run_came_from_is_on_its_page(tmp_path: Path) -> Non
     assert found["provenance"]["git"] == {"revision": state["revision"], "changed": False}
 
 
+def test_proofs_are_listed_and_damaged_ones_left_out(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.proofs.mkdir()
+    proof = {"checkpoint": 4, "changes": ["zero_stage=3"], "versions": {}, "verdict": "differs"}
+    for number, more in ((1, {"sentence": "differs, first in ...", "exit_code": 6}), (2, {})):
+        (run.proofs / f"{number}.json").write_text(json.dumps({**proof, **more}))
+    (run.proofs / "10.json").write_text("{")
+    (found,) = report_document(read(run))["runs"]
+    assert [each["is_good"] for each in found["proofs"]] == [False]
+    assert found["proofs"][0]["sentence"].startswith("differs")
+
+
 def test_ranks_lie_as_the_mesh_has_them(tmp_path: Path) -> None:
     run = new_run(
         tmp_path / "run",

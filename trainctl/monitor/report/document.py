@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 
 from trainctl import __version__
 from trainctl.config.codec import to_plain
+from trainctl.config.reading import read_json
 from trainctl.config.schema import walk_leaves
-from trainctl.errors import TrainctlError
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.monitor.report import columns
 from trainctl.monitor.report.columns import Edges, GrowingColumns, Numbers, ReducedColumn
 from trainctl.monitor.report.history import Branch, History
@@ -21,6 +23,7 @@ from trainctl.monitor.report.panels import memory_comparison, placement, time_an
 from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import open_or_newest, open_run, read_plan, read_record
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import RunSummary, summarise_run
 from trainctl.runs.sweeps import existing_runs, is_sweep
 
@@ -37,6 +40,8 @@ BRANCHES, BRANCH_BUCKETS = 60, 128
 EVALUATION_BUCKETS = 2000
 CALLBACK_BUCKETS = 300
 """Buckets of each curve of a callback, which may have one for each layer."""
+
+MOST_PROOFS = 20
 
 CLOSE_TO = ("intervention", "divergence", "failure", "restart", "plateau", "straggler")
 """Kinds of marks around which every step is kept."""
@@ -188,6 +193,7 @@ class _Run:
             "marks_left_out": left_out,
             "memory": memory_comparison(self.plan, history.memory),
             "layout": self._layout(),
+            "proofs": read_proofs(history.run),
             "account": account,
             "attempts": self._attempts(),
             "derived": [
@@ -233,6 +239,23 @@ class _Run:
             "git": {name: git.get(name) for name in ("revision", "changed") if name in git},
             "packages": {name: packages[name] for name in PACKAGES if name in packages},
         }
+
+
+def read_proofs(run: RunPaths) -> list[dict[str, Any]]:
+    """Return the newest results of `trainctl prove`, oldest first; damaged files are left out."""
+    names = (path.stem for path in run.proofs.glob("*.json"))
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    found = []
+    for number in numbers[-MOST_PROOFS:]:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            proof = read_json(run.proofs / f"{number}.json")
+            texts = {name: str(proof[name]) for name in ("verdict", "sentence")}
+            changes = " ".join(map(str, [*proof["changes"], *proof["versions"]]))
+            is_good = proof["exit_code"] == ExitCode.success
+            found.append(
+                {"step": int(proof["checkpoint"]), "changes": changes, "is_good": is_good, **texts}
+            )
+    return found
 
 
 def _drawn(steps: GrowingColumns, name: str) -> Numbers:

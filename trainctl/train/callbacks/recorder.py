@@ -154,19 +154,18 @@ class TensorRecorder(Callback):
     ) -> tuple[int, torch.Tensor] | None:
         """Return the whole number of features, and those that this rank's part has.
 
-        None if they cannot be told: hooks of a tensor rank exchange the layer's output.
+        None if every rank has all of them. The part is empty if it cannot be told, because a hook
+        of tensor parallelism exchanges the layer's output.
         """
-        if piece is None:
+        if piece is None or len(piece.shape) > 2:  # a block, or experts
             return None
-        has_hooks = len(module._forward_hooks) > 1 and self._session.mesh.tensor.size > 1
-        if has_hooks and not is_input and not isinstance(module, nn.Embedding):
-            return None
-        rows, columns = piece.shard.rows_and_columns(piece.shape, torch.device("cpu"))
         if isinstance(module, nn.Embedding) or len(piece.shape) == 1:
-            whole = torch.arange(piece.shape[-1])
-            return len(whole), whole
+            return piece.shape[-1], torch.arange(piece.shape[-1])
+        rows, columns = piece.shard.rows_and_columns(piece.shape, torch.device("cpu"))
         takes_columns = is_input != piece.inputs_first
-        return piece.shape[1 if takes_columns else 0], columns if takes_columns else rows
+        is_exchanged = not is_input and len(module._forward_hooks) > 1
+        own = columns if takes_columns else rows
+        return piece.shape[1 if takes_columns else 0], own[:0] if is_exchanged else own
 
     def _add(
         self,
