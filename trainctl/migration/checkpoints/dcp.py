@@ -395,7 +395,7 @@ class TorchtitanNames:
     def tensor(self, key: str, tensor: Readable) -> Readable:
         """Return a weight, or a state of it, with the rows as transformers has them."""
         heads = self._heads.get(key.split(".")[-2])
-        if heads is None or self._has_norms:
+        if heads is None or self._has_norms or not tensor.shape:
             return tensor
         if tensor.shape[0] % (2 * heads):
             raise unusable(self._path, f"{key} has {tensor.shape[0]} rows, of {heads} heads")

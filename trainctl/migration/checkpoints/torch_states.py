@@ -8,6 +8,7 @@ leave a choice that nothing else decides, the mapping is refused.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -266,6 +267,10 @@ class TorchSource(Source):
             check()
 
 
+DERIVED = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|^freqs_cis$")
+"""Tensors that follow from the configuration, which older versions of models saved."""
+
+
 def match_weights(stored: Mapping[str, Readable], model: PreTrainedModel) -> dict[str, Readable]:
     """Return the weights of a state dict under the model's names.
 
@@ -285,6 +290,6 @@ def match_weights(stored: Mapping[str, Readable], model: PreTrainedModel) -> dic
         canonical = name if name in shapes else known.get(name, name)
         if name in shapes or (canonical in shapes and canonical not in found):
             matched[canonical] = found[name]
-        elif name not in known:
+        elif name not in known and not DERIVED.search(name):
             matched[name] = found[name]
     return matched

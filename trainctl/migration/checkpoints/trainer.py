@@ -8,7 +8,8 @@ DeepSpeed. Names of files are those of transformers/trainer.py and accelerate/ut
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,20 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
-from trainctl.errors import TrainctlError
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.migration.checkpoints import deepspeed
 from trainctl.migration.checkpoints.dcp import DcpFolder, DcpSource, newest_step
 from trainctl.migration.checkpoints.names import without_wrappers
 from trainctl.migration.checkpoints.source import Source, SourceProgress
 from trainctl.migration.checkpoints.torch_states import (
+    DERIVED,
     Readable,
     SavedOptimizer,
     TorchSource,
     match_weights,
-    unusable,
 )
 from trainctl.migration.checkpoints.unpickle import TorchFile, damaged
+from trainctl.models.hf_weights import StoredModel
 from trainctl.models.tensors import INDEX, ONE_FILE, has_weights, stored_tensors
 from trainctl.train.models.weights import SafetensorsWeights
 
@@ -121,7 +123,8 @@ class FilesSource(TorchSource):
         self._safetensors: SafetensorsWeights | None = None
         optimizer = self._optimizer_of(path)
         if has_weights(path):
-            shapes = {name: each.shape for name, each in stored_tensors(path).items()}
+            with _of_the_source():
+                shapes = {name: each.shape for name, each in stored_tensors(path).items()}
         else:
             self._pickled = self._pickled_weights(path)
             shapes = {name: tuple(each.shape) for name, each in self._pickled.items()}
@@ -134,8 +137,12 @@ class FilesSource(TorchSource):
             self._pickled = match_weights(self._pickled, model)
             self.shapes = {name: tuple(each.shape) for name, each in self._pickled.items()}
         else:
-            self._safetensors = safetensors_weights(self.path, model)
+            with _of_the_source():
+                stored = stored_tensors(self.path)
+                unused = StoredModel(model, stored).unused
+                self._safetensors = SafetensorsWeights(self.path, model)
             self.shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+            self.shapes |= {n: stored[n].shape for n in unused if not DERIVED.search(n)}
 
     def _read_weights(self, parameter: str, start: int, end: int) -> torch.Tensor:
         if self._safetensors is None:
@@ -228,13 +235,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def safetensors_weights(path: Path, model: PreTrainedModel) -> SafetensorsWeights:
-    """Return the weights of a directory in safetensors.
-
-    Raises:
-        TrainctlError: A file is damaged, or the tensors are not those of the model.
-    """
+@contextmanager
+def _of_the_source() -> Iterator[None]:
+    """Make errors of a model's directory those of a source (exit code 5)."""
     try:
-        return SafetensorsWeights(path, model)
+        yield
     except TrainctlError as error:
-        raise unusable(path, error.message.removeprefix("model.initial_weights: ")) from None
+        why = error.message.removeprefix("model.initial_weights: ")
+        hint = "copy the checkpoint again, or take an older one"
+        raise TrainctlError(why, hint=hint, exit_code=ExitCode.run_state) from None
