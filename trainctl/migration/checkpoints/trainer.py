@@ -123,7 +123,7 @@ class FilesSource(TorchSource):
         self._safetensors: SafetensorsWeights | None = None
         optimizer = self._optimizer_of(path)
         if has_weights(path):
-            with _of_the_source():
+            with _of_the_source("copy the checkpoint again, or take an older one"):
                 shapes = {name: each.shape for name, each in stored_tensors(path).items()}
         else:
             self._pickled = self._pickled_weights(path)
@@ -137,7 +137,7 @@ class FilesSource(TorchSource):
             self._pickled = match_weights(self._pickled, model)
             self.shapes = {name: tuple(each.shape) for name, each in self._pickled.items()}
         else:
-            with _of_the_source():
+            with _of_the_source("the configuration has to name the model: model=hf model.path=DIR"):
                 stored = stored_tensors(self.path)
                 unused = StoredModel(model, stored).unused
                 self._safetensors = SafetensorsWeights(self.path, model)
@@ -236,11 +236,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _of_the_source() -> Iterator[None]:
-    """Make errors of a model's directory those of a source (exit code 5)."""
+def _of_the_source(hint: str) -> Iterator[None]:
+    """Make errors of a model's directory those of a source (exit code 5), with another hint."""
     try:
         yield
     except TrainctlError as error:
         why = error.message.removeprefix("model.initial_weights: ")
-        hint = "copy the checkpoint again, or take an older one"
         raise TrainctlError(why, hint=hint, exit_code=ExitCode.run_state) from None
