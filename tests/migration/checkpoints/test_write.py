@@ -28,7 +28,7 @@ def plan(**keys: Any) -> RunPlan:
     return tiny_plan(tiny_config(**settings), 1)
 
 
-def shapes_of(made: RunPlan, prefix: str = "") -> Sequence[Mapping[str, Sequence[int]]]:
+def shapes_of(made: RunPlan, prefix: str = "") -> list[dict[str, list[int]]]:
     tensors = all_tensors(made.config.model)
     return [{f"{prefix}{tensor.name}": list(tensor.shape) for tensor in tensors}]
 
@@ -85,7 +85,7 @@ def test_what_differs_is_said_with_both_values(tmp_path: Path) -> None:
         ({"model__intermediate_size": 128}, r"has shape \[64, 176\], the model's is \[64, 128\]"),
         ({"model__tie_word_embeddings": False}, r"lacks lm_head\.weight"),
         ({"optimizer__kind": "lion"}, "optimizer=lion has exp_avg|exp_avg_sq"),
-        ({"training__freeze": ["embeddings"]}, "trains only a part"),
+        ({"training__freeze": ["embeddings"]}, "is frozen in this run"),
     ],
 )
 def test_another_model_or_optimizer_is_refused_and_nothing_is_made(
@@ -106,6 +106,22 @@ def test_parameters_that_the_source_did_not_train_are_named(tmp_path: Path) -> N
     deepspeed_files.save(tmp_path / "source", shapes, stage=3, ranks=2, frozen=frozen)
     with pytest.raises(TrainctlError, match=r"did not train model\.norm\.weight"):
         write.import_source(open_source(tmp_path / "source"), made, tmp_path / "run")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_weights_are_those_that_the_run_starts_from(tmp_path: Path, stage: int) -> None:
+    """ZeRO 1 does not list them: they are in the weights alone."""
+    made = plan(training__freeze=["model.norm.weight"])
+    (shapes,) = shapes_of(made)
+    norm = torch.ones(shapes.pop("model.norm.weight"))
+    settings: dict[str, Any] = {"frozen": {"model.norm.weight": norm}}
+    if stage == 1:
+        settings = {"module": {"model.norm.weight": norm.bfloat16()}}
+    deepspeed_files.save(tmp_path / "source", [shapes], stage=stage, ranks=2, **settings)
+    result = write.import_source(open_source(tmp_path / "source"), made, tmp_path / "run")
+    manifest = CheckpointReader(Path(result.run) / "checkpoints" / result.checkpoint).manifest
+    assert "model.norm.weight" not in manifest["shapes"]
+    assert manifest["base"]["kind"] == "seed"
 
 
 @pytest.mark.parametrize("is_equal", [True, False])

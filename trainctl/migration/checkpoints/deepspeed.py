@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -142,6 +142,8 @@ class DeepSpeedSource(Source):
             self._require_world_size(optimizer, self._shards)
             self._read_partitioned_groups()
         self._add_untrained()
+        if optimizer is not None and "fp32_flat_groups" not in optimizer:
+            self._add_unlisted()
         states = {state for each in self._segments.values() for s in each for state in s.tensors}
         self.states = (MASTER, *sorted(states - {MASTER}))
         self._read_progress(optimizer or self._facts.get("optimizer") or {})
@@ -262,11 +264,7 @@ class DeepSpeedSource(Source):
     def _read_plain(self) -> None:
         """Find the parameters and states of a checkpoint without ZeRO."""
         buffers = set(self._facts.get("buffer_names") or ())
-        weights = {
-            name: tensor
-            for name, tensor in self._facts["module"].items()
-            if name not in buffers and isinstance(tensor, LazyTensor)
-        }
+        weights = _tensors(self._facts["module"], without=buffers)
         saved = self._facts["optimizer"]
         inner = saved.get("optimizer_state_dict", saved)
         path = self._models[0].path
@@ -312,6 +310,15 @@ class DeepSpeedSource(Source):
             self._add(name, tuple(shape), parts)
         self.untrained = frozenset(shapes)
 
+    def _add_unlisted(self) -> None:
+        """Add what only the weights have: ZeRO 1 lists no parameters that did not train."""
+        skipped = {*(self._facts.get("buffer_names") or ()), *self._segments}
+        skipped.update(self._facts.get("shared_params") or ())
+        for name, tensor in _untied(_tensors(self._facts["module"])).items():
+            if name not in skipped:
+                self._add(name, tensor.shape, [Segment(0, tensor.numel, {MASTER: tensor}, 0)])
+                self.untrained |= {name}
+
     def _add(self, name: str, shape: Shape, segments: Iterable[Segment]) -> None:
         self.shapes[name] = tuple(shape)
         self._segments[name] = list(segments)
@@ -319,12 +326,13 @@ class DeepSpeedSource(Source):
     def _read_progress(self, optimizer: Mapping[str, Any]) -> None:
         facts, groups = self._facts, _parameter_groups(optimizer)
         first = groups[0] if groups else {}
+        configured = ((facts.get("ds_config") or {}).get("optimizer") or {}).get("params")
         self.progress = SourceProgress(
             step=facts.get("global_steps"),
             samples=facts.get("global_samples"),
             learning_rate=_number(first.get("lr")),
         )
-        self.hyperparameters = hyperparameters(groups)
+        self.hyperparameters = hyperparameters(groups or ([configured] if configured else ()))
         self.scalars = {"step": step} if (step := _step_of(optimizer, groups)) is not None else {}
         self.loss_scale = _loss_scale(optimizer)
         skipped = int(facts.get("skipped_steps") or 0)
@@ -368,6 +376,12 @@ def _elementwise(state: Mapping[str, Any], numel: int | None = None) -> dict[str
         for name, value in state.items()
         if isinstance(value, LazyTensor) and value.shape and numel in (None, value.numel)
     }
+
+
+def _tensors(module: Any, without: Collection[str] = ()) -> dict[str, LazyTensor]:
+    """Return the tensors of a module's `state_dict`; empty if it was not saved."""
+    items = module.items() if isinstance(module, dict) else ()
+    return {n: each for n, each in items if isinstance(each, LazyTensor) and n not in without}
 
 
 def _untied(weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

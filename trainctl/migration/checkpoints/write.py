@@ -9,23 +9,29 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trainctl import __version__
+from trainctl.config.schema import RunConfig
+from trainctl.engines.process import Process, joined_process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.migration.checkpoints.differences import differences
 from trainctl.migration.checkpoints.names import match_names
 from trainctl.migration.checkpoints.source import Source
 from trainctl.models.hf_weights import tied_names
+from trainctl.options.adapter import low_rank
 from trainctl.options.optimizer import spec_of
 from trainctl.plans.identity import check_shapes, model_description
 from trainctl.plans.mup import multipliers
 from trainctl.plans.settings import number_formats
-from trainctl.plans.trainable import is_partial
+from trainctl.plans.trainable import trainable
 from trainctl.plans.types import RunPlan
 from trainctl.runs import checkpoints
 from trainctl.runs.directory import (
@@ -43,6 +49,7 @@ from trainctl.runs.manifest import FORMAT, write_manifest
 from trainctl.train.checkpoint.content import write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.save import check_space
+from trainctl.train.models.frozen_base import FullModel, initial_base, manifest_entries
 from trainctl.train.models.model import TORCH_TYPES, skeleton
 
 PIECE = 1 << 24
@@ -90,7 +97,9 @@ def import_source(
         TrainctlError: The source is of another model or optimizer, or it is damaged (exit code 5);
             the run has checkpoints already. Nothing is left behind.
     """
-    names = _matched_names(source, plan)
+    model = skeleton(plan.config.model, TORCH_TYPES[number_formats(plan.config.precision).weights])
+    whole = FullModel.of(plan.config.model, model)
+    names, frozen = _matched_names(source, plan, whole)
     states = _carried_states(source, plan)
     facts, notes = _facts(source, plan)
     was_there = is_run(run_dir)
@@ -103,6 +112,8 @@ def import_source(
                     hint="import into a new directory",
                     exit_code=ExitCode.run_state,
                 )
+            if frozen:
+                facts |= _base_entries(source, frozen, plan.config, whole, run)
             total = _write(source, run, names, states, facts, plan, progress)
             if not last_attempt(run):
                 new_attempt(run, plan)  # export and evaluate read the plan there
@@ -124,22 +135,23 @@ def import_source(
     )
 
 
-def _matched_names(source: Source, plan: RunPlan) -> dict[str, str]:
-    """Return the source's name of each parameter of the planned model, in the model's order.
+def _matched_names(
+    source: Source, plan: RunPlan, whole: FullModel
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the source's name of each trained and of each frozen parameter of the planned model.
 
     Raises:
         TrainctlError: Tensors are missing, left over or of another shape, or the source did not
-            train all of them.
+            train what this run would.
     """
-    if is_partial(plan.config):
+    if low_rank(plan.config.adapter) is not None:
         raise TrainctlError(
-            "a checkpoint cannot be imported into a run that trains only a part of its model",
-            hint="leave adapter and training.freeze out",
+            "a checkpoint cannot be imported into a run with an adapter",
+            hint="take its weights into a new run: model.initial_weights",
         )
-    model = skeleton(plan.config.model, TORCH_TYPES[number_formats(plan.config.precision).weights])
-    shapes = {name: list(each.shape) for name, each in model.named_parameters()}
-    source.use_model(model)
-    names, copies = match_names(source, shapes, tied_names(model))
+    shapes = dict(whole.shapes)
+    source.use_model(whole.skeleton)
+    names, copies = match_names(source, shapes, tied_names(whole.skeleton))
     found = {name: list(source.shapes[there]) for name, there in names.items()}
     used = {*names.values(), *copies}
     found |= {name: list(shape) for name, shape in source.shapes.items() if name not in used}
@@ -149,15 +161,55 @@ def _matched_names(source: Source, plan: RunPlan) -> dict[str, str]:
     except TrainctlError as error:
         hint = "configure the source's model: recipe=..., model.KEY=VALUE, or model.path=DIR"
         raise TrainctlError(error.message, hint=hint, exit_code=error.exit_code) from None
-    untrained = sorted(source.untrained & used)
+    trains = {tensor.name for tensor in trainable(plan.config).trained}
+    trained = {name: there for name, there in names.items() if name in trains}
+    untrained = sorted(source.untrained.intersection(trained.values()))
     if untrained:
         more = f" and {len(untrained) - 1} more" if len(untrained) > 1 else ""
         raise TrainctlError(
             f"{where} did not train {untrained[0]}{more}, and this run would",
-            hint="take the weights alone, into a new run: model.initial_weights",
+            hint="training.freeze keeps them as they are; or take the weights alone, into a new "
+            "run: model.initial_weights",
             exit_code=ExitCode.run_state,
         )
-    return names
+    return trained, {name: there for name, there in names.items() if name not in trains}
+
+
+def _base_entries(
+    source: Source, frozen: Mapping[str, str], config: RunConfig, whole: FullModel, run: RunPaths
+) -> dict[str, Any]:
+    """Return the manifest's entries on the frozen weights, which checkpoints do not hold.
+
+    Raises:
+        TrainctlError: The source has other frozen weights than the run starts from (exit code 5).
+    """
+    with _single_process() as process:
+        base = initial_base(whole, config, run, process)
+    for name, there in frozen.items():
+        shape = torch.Size(whole.shapes[name])
+        for start in range(0, shape.numel(), PIECE):
+            end = min(start + PIECE, shape.numel())
+            here = base.source.read(name, shape, start, end)
+            values = source.read(there, MASTER, start, end).float()
+            # The source may hold them in its compute format.
+            if not any(torch.equal(values, here.to(kind).float()) for kind in TORCH_TYPES.values()):
+                raise TrainctlError(
+                    f"{source.path}: {there} is frozen in this run, and it is not what "
+                    f"{config.model.initial_weights or 'training.seed'} gives",
+                    hint="model.initial_weights=DIR, the weights that the source started from",
+                    exit_code=ExitCode.run_state,
+                )
+    return manifest_entries(config, base)
+
+
+@contextmanager
+def _single_process() -> Iterator[Process]:
+    """Make this process the only rank of a group, for functions that ranks call together."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield joined_process(torch.device("cpu"), timedelta(minutes=1))
+    finally:
+        dist.destroy_process_group()
 
 
 def _carried_states(source: Source, plan: RunPlan) -> tuple[str, ...]:
