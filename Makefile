@@ -29,6 +29,7 @@ docs: $(VENV)/.installed-run  ## Write docs/reference.md and docs/rules.md anew
 	$(BIN)/python scripts/generate_reference.py
 	$(BIN)/python scripts/generate_rules.py --all
 	$(BIN)/python scripts/generate_optimizers.py
+	$(BIN)/python scripts/generate_coming_from.py
 
 docs-site: $(VENV)/.installed-docs  ## Build the site of docs/ into build/site; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site

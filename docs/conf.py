@@ -7,9 +7,14 @@ each section of index.md becomes a part of the navigation, in the order of its l
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 from trainctl import __version__
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from generate_coming_from import whole_tables
 
 project = "trainctl"
 author = "The trainctl developers"
@@ -58,6 +63,8 @@ def navigation(index: str) -> str:
 def _add_navigation(app: Any, page: str, source: list[str]) -> None:
     if page == "index":
         source[0] += f"\n{navigation(source[0])}\n"
+    elif page == "imported-keys":
+        source[0] += f"\n{whole_tables()}\n"
     elif page == "decisions/index":
         source[0] += "\n```{toctree}\n:glob:\n:maxdepth: 1\n\n0*\n```\n"
 

@@ -23,7 +23,13 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    "script", ["generate_reference.py", "generate_rules.py", "generate_optimizers.py"]
+    "script",
+    [
+        "generate_reference.py",
+        "generate_rules.py",
+        "generate_optimizers.py",
+        "generate_coming_from.py",
+    ],
 )
 def test_a_written_page_is_up_to_date(script: str) -> None:
     command = [sys.executable, ROOT / "scripts" / script, "--check"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def table(keys, **settings):
         looks_like=[["a"]],
         unlike=settings.get("unlike", []),
         always=settings.get("always", {}),
+        shown=[],
         keys={name: parse_entry(entry) for name, entry in keys.items()},
     )
 
@@ -158,6 +160,7 @@ def test_a_file_of_two_programs_and_a_program_that_is_none(monkeypatch):
 def test_every_target_of_a_table_exists(tool):
     """Groups, keys and values that a table names compose, and so does every override of a hint."""
     found = load_table(tool)
+    assert set(found.shown) <= found.keys.keys()
     for name, entry in found.keys.items():
         assert (
             sum(map(bool, (entry.key, entry.convert, entry.left, entry.ignored, entry.same_as)))
@@ -166,6 +169,7 @@ def test_every_target_of_a_table_exists(tool):
         assert not entry.same_as or entry.same_as in found.keys
         if entry.convert:
             assert callable(converter(entry.convert)), name
+        assert all(target in GROUPS or exists(target) for target in entry.to), name
         for value in entry.values.values():
             if not isinstance(value, dict) and entry.key:
                 assert_composes(f"{entry.key}={json.dumps(value)}")
@@ -190,6 +194,7 @@ def exists(key):
     return key in leaves() or key.startswith(("logging.", "callbacks."))
 
 
+@cache
 def assert_composes(override):
     """Compose with the group's default option, else with one that has the key."""
     value = override.replace("=N", "=7").replace("=DIR", "=x").replace("=FILE", "=x")
@@ -215,7 +220,7 @@ VALUES = st.one_of(
 
 
 @settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],

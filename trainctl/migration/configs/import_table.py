@@ -100,8 +100,11 @@ class Conversion:
         If the document does not have the key, what its default means is recorded.
         """
         key = self.name_of(name)
-        if any(each.key == key for each in self.converted.left_out):
+        before = [each for each in self.converted.left_out if each.key == key]
+        if before and before[0].value is not None:
             return
+        for each in before:  # it was left out as empty, and here is what that means
+            self.converted.left_out.remove(each)
         if key not in self.leaves:
             why = Why.default if why is Why.left else why
         value = self.get(name) if value is None else value

@@ -10,6 +10,7 @@
 | `looks_like` | lists of keys: a document with all keys of one list is the program's |
 | `unlike` | keys that the program's documents never have |
 | `always` | trainctl keys and groups, with the values that hold for every document |
+| `shown` | keys that docs/coming-from.md shows, in its order |
 | `keys` | an entry for each key: dotted, `name[].key` in a list, `section.*`, `prefix_*` |
 
 An entry is a trainctl key or group, whose value is carried as it is, or a mapping of:
@@ -19,6 +20,7 @@ An entry is a trainctl key or group, whose value is carried as it is, or a mappi
 | `key` | trainctl key or group |
 | `values` | trainctl's value for each of theirs; `{left: …, nearest: …}` leaves one out |
 | `convert` | function of `conversions/`, which reads this key, perhaps with others |
+| `to` | with `convert`: trainctl keys and groups that the key says something about |
 | `left` | why the key is not carried over |
 | `same` | with `left`: values that mean what trainctl does; by default false, 0 and empty |
 | `nearest` | the nearest that trainctl has: an override, or a sentence |
@@ -53,6 +55,7 @@ class TableEntry:
     key: str = ""
     values: Mapping[Any, Any] = field(default_factory=dict)
     convert: str = ""
+    to: Sequence[str] = ()
     left: str = ""
     same: Sequence[Any] = NOTHING
     nearest: str = ""
@@ -71,6 +74,7 @@ class KeyTable:
     looks_like: Sequence[Sequence[str]]
     unlike: Sequence[str]
     always: Mapping[str, Any]
+    shown: Sequence[str]
     keys: Mapping[str, TableEntry]
 
     def find(self, key: str) -> str:
@@ -153,13 +157,16 @@ def load_table(tool: str) -> KeyTable:
         looks_like=raw["looks_like"],
         unlike=raw.get("unlike", []),
         always={**(base.always if base else {}), **raw.get("always", {})},
+        shown=raw.get("shown", []),
         keys={**keys, **{k: v for k, v in base.keys.items() if k not in keys}} if base else keys,
     )
 
 
 def parse_entry(value: Any) -> TableEntry:
     """Return an entry as a table writes it."""
-    return TableEntry(key=value) if isinstance(value, str) else TableEntry(**value)
+    value = {"key": value} if isinstance(value, str) else dict(value)
+    to = value.pop("to", ())
+    return TableEntry(**value, to=(to,) if isinstance(to, str) else tuple(to))
 
 
 def detect(document: Mapping[str, Any], keys: set[str], *, file: str) -> str:

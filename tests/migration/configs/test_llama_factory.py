@@ -1,0 +1,162 @@
+"""LLaMA-Factory's keys that only together mean something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainctl import api
+from trainctl.migration.configs.import_table import import_document
+from trainctl.migration.configs.result import Why
+from trainctl.migration.configs.tables import load_table
+
+BASE = {"model_name_or_path": "ORG/NAME"}
+
+
+def imported(folder=Path(), **keys):
+    return import_document(load_table("llama_factory"), {**BASE, **keys}, folder=folder)
+
+
+def imported_v1(**keys):
+    return import_document(load_table("llama_factory_v1"), {"model": "O/N", **keys}, folder=Path())
+
+
+FILE = """
+model_name_or_path: ORG/NAME
+stage: sft
+finetuning_type: lora
+lora_rank: 16
+lora_target: q_proj, v_proj
+dataset: own, public
+template: llama3
+cutoff_len: 1024
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+save_steps: 500
+"""
+
+
+def test_a_whole_file_gives_a_recipe_that_validates(tmp_path):
+    (tmp_path / "data").mkdir()
+    info = {"own": {"file_name": "own.jsonl"}, "public": {"hf_hub_url": "org/public"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    file = tmp_path / "theirs.yaml"
+    file.write_text(FILE)
+    result = api.import_config(file)
+    assert result.tool == "llama_factory" and result.missing == ()
+    assert result.settings["data.paths"] == ["data/own.jsonl", "hf://datasets/org/public"]
+    assert result.settings["adapter.targets"] == ["q_proj", "v_proj"]
+    assert result.settings["adapter.alpha"] == 32.0  # twice the rank
+    assert result.settings["optimizer.weight_decay"] == 0.0
+    assert result.settings["schedule.floor_ratio"] == 0.0
+    assert result.choices["activation_checkpointing"] == "full"  # there it is on
+    assert result.choices["precision"] == "bf16" and result.choices["zero_stage"] == "0"
+    assert {each.key: each.why for each in result.left_out} == {
+        "template": Why.left,
+        "packing": Why.default,
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "ours", "value"),
+    [
+        ({"quantization_bit": 4}, "adapter.base_weights", "nf4_double"),
+        ({"quantization_bit": 4, "double_quantization": False}, "adapter.base_weights", "nf4"),
+        ({"quantization_bit": 8}, "adapter.base_weights", "int8"),
+        (
+            {"additional_target": "embed_tokens,lm_head"},
+            "adapter.also_train",
+            ["embeddings", "head"],
+        ),
+        ({"stage": "dpo", "pref_loss": "orpo", "pref_beta": 0.2}, "objective.weight", 0.2),
+        ({"stage": "dpo", "pref_loss": "simpo"}, "objective.gamma_ratio", 5.0),
+        ({"stage": "dpo", "pref_loss": "hinge"}, "objective.loss", "hinge"),
+        ({"mask_history": True}, "data.learn", "last"),
+        ({"train_on_prompt": True}, "data.learn", "all"),
+        ({"enable_thinking": False}, "data.template_arguments", {"enable_thinking": False}),
+        ({"packing": True}, "data.mask_documents", False),
+        ({"packing": True, "neat_packing": True}, "data.mask_documents", True),
+        ({"val_size": 0.1}, "data.held_out_fraction", 0.1),
+        ({"use_muon": True}, "optimizer.momentum", 0.95),
+        ({"finetuning_type": "freeze"}, "training.freeze", None),
+        ({"sequence_parallel": True}, "parallelism.sequence_sharded_norms", True),
+    ],
+)
+def test_values(keys, ours, value):
+    found = imported(**keys).settings.get(ours, "the option's own")
+    if ours == "training.freeze":
+        assert found[:2] == ["all_but_last_blocks:2", "head"]
+    elif ours != "optimizer.momentum":
+        assert found == value
+
+
+@pytest.mark.parametrize(
+    ("keys", "group", "option"),
+    [
+        ({"use_dora": True}, "adapter", "dora"),
+        ({"use_rslora": True}, "adapter", "rslora"),
+        ({"finetuning_type": "full"}, "adapter", "none"),
+        ({"stage": "pt"}, "data", "files"),
+        ({"stage": "dpo"}, "data", "preferences"),
+        ({"stage": "dpo", "pref_loss": "simpo"}, "objective", "simpo"),
+        ({"pure_bf16": True}, "precision", "bf16-low-memory"),
+        ({"finetuning_type": "full", "fp16": True}, "precision", "fp16"),
+        ({"finetuning_type": "full", "fp16": True}, "zero_stage", "1"),
+        ({"fp8": True}, "precision", "fp8"),
+        ({"use_muon": True, "optim": "adamw_torch"}, "optimizer", "muon"),
+        ({"disable_gradient_checkpointing": True}, "activation_checkpointing", "none"),
+        ({"recompute_granularity": "selective"}, "activation_checkpointing", "selective"),
+    ],
+)
+def test_options(keys, group, option):
+    assert imported(**keys).choices[group] == option
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"finetuning_type": "oft"}, "finetuning_type"),
+        ({"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
+        ({"quantization_bit": 3}, "quantization_bit"),
+        ({"use_dora": True, "use_rslora": True}, "use_rslora"),
+        ({"finetuning_type": "freeze", "freeze_trainable_layers": -2}, "freeze_trainable_layers"),
+        ({"stage": "ppo"}, "stage"),
+        ({"stage": "dpo", "pref_loss": "kto_pair"}, "pref_loss"),
+        ({"dataset": "nowhere"}, "dataset"),
+        ({"val_size": 500}, "val_size"),
+        ({"fp16": True}, "fp16"),
+        ({"optim": "adafactor"}, "optim"),
+        ({"deepspeed": "no_such.json"}, "deepspeed"),
+    ],
+)
+def test_what_is_left_out_names_the_nearest(keys, what):
+    found = next(each for each in imported(**keys).left_out if each.key == what)
+    assert found.why is Why.left and found.reason and found.nearest
+
+
+def test_version_1():
+    result = imported_v1(train_dataset="data/x.yaml", dist_config={"name": "fsdp2"})
+    assert result.choices["zero_stage"] == "3" and result.choices["schedule"] == "constant"
+    assert result.settings["optimizer.groups"] == [{"match": ".", "weight_decay": 0.01}]
+    assert result.settings["training.gradient_accumulation_steps"] == 1
+    result = imported_v1(
+        peft_config={"name": "lora", "r": 4, "target_modules": "all"},
+        quant_config={"name": "bnb", "quantization_bit": 4},
+        optim_config={"name": "muon", "adamw_betas": [0.8, 0.9]},
+        kernel_config={"name": "auto, liger_kernel"},
+        global_batch_size=8,
+        batching_strategy="padding_free",
+    )
+    assert result.choices["adapter"] == "lora" and result.choices["optimizer"] == "muon"
+    assert result.settings["adapter.base_weights"] == "nf4_double"
+    assert result.settings["optimizer.beta1"] == 0.8 and result.settings["kernels.liger"] is True
+    assert result.settings["training.global_batch_size"] == 8
+    frozen = imported_v1(peft_config={"name": "freeze", "freeze_trainable_layers": 3})
+    assert frozen.settings["training.freeze"][0] == "all_but_last_blocks:3"
