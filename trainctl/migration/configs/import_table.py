@@ -81,6 +81,12 @@ class Conversion:
         """Return False if another alias of the document's key is read in its place."""
         return "[" in key or self.name_of(self.table.canonical(key)) == key
 
+    def locate(self, path: str) -> Path:
+        """Return where a path of the document leads: from the current folder, where programs are
+        started, or from the file's own.
+        """
+        return Path(path) if Path(path).exists() else self.folder / path
+
     def set(self, ours: str, value: Any, *names: str) -> None:
         """Set trainctl's key, or the option of its group.
 

@@ -35,7 +35,7 @@ def place(source: Conversion, path: Any, files: Any = None, revision: Any = None
         return []
     names = [files] if isinstance(files, str) else files if isinstance(files, list) else []
     names = [str(each) for each in names if each]
-    is_local = (source.folder / path).exists() or not is_hub_name(path)
+    is_local = source.locate(path).exists() or not is_hub_name(path)
     if path in ("json", "jsonl", "parquet", "text", "csv", "arrow") and names:
         return names  # a format of `datasets`, whose files are listed
     root = path if is_local or "://" in path else f"{HUB}{path}{f'@{revision}' if revision else ''}"

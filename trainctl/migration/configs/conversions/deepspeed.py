@@ -18,12 +18,12 @@ OPEN_BATCH = {"train_micro_batch_size_per_gpu": "auto"}
 
 
 def convert_file(source: Conversion, name: str) -> None:
-    """Convert a JSON that the key `name` holds or names, relative to the configuration's folder."""
+    """Convert a JSON that the key `name` holds or names."""
     value = source.get(name)
     if isinstance(value, Mapping):
         _convert(source, value, name)
         return
-    path = source.folder / str(value)
+    path = source.locate(str(value))
     try:
         document = read_json(path)
     except (TrainctlError, OSError, ValueError):

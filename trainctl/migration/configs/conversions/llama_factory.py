@@ -195,21 +195,19 @@ def data(source: Conversion) -> None:
 
 def _dataset_info(source: Conversion) -> Mapping[str, Any]:
     """Return the content of `dataset_info.json`; empty if it cannot be read."""
-    folder = str(source.get("dataset_dir"))
-    for path in (source.folder / folder, source.folder.cwd() / folder):
-        try:
-            info = read_json(path / "dataset_info.json")
-        except (OSError, ValueError):
-            continue
-        return info if isinstance(info, Mapping) else {}
-    return {}
+    path = source.locate(str(source.get("dataset_dir"))) / "dataset_info.json"
+    try:
+        info = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, Mapping) else {}
 
 
 def _places(source: Conversion, info: Mapping[str, Any], name: str) -> list[str]:
     """Return the paths or URLs of a named dataset; empty if nothing says them."""
     entry = info.get(name)
     if not isinstance(entry, Mapping):
-        return [name] if (source.folder / name).is_file() else []
+        return [name] if source.locate(name).is_file() else []
     if entry.get("hf_hub_url"):
         return place(source, entry["hf_hub_url"])
     file = entry.get("file_name")
