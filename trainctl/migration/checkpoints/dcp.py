@@ -45,6 +45,10 @@ _CLASSES = {
             "_MEM_FORMAT_ENCODING",
         )
     ),
+    *(  # Megatron-core keeps the plans of the ranks
+        f"torch.distributed.checkpoint.planner.{name}"
+        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.serialization._get_layout",
 }

@@ -121,6 +121,10 @@ FORMATS: Mapping[str, Format] = {
         described="DeepSpeed checkpoint (*_model_states.pt, *_optim_states.pt)",
         module="trainctl.migration.checkpoints.deepspeed",
     ),
+    "megatron": Format(
+        described="Megatron-LM checkpoint (--ckpt-format torch_dist)",
+        module="trainctl.migration.checkpoints.megatron",
+    ),
     "dcp": Format(
         described="torch's distributed checkpoint, also torchtitan's (.metadata)",
         module="trainctl.migration.checkpoints.dcp",
