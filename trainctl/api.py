@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainctl.config.schema import RunConfig
     from trainctl.hardware import Hardware
     from trainctl.launchers.machine_report import MachineReport
+    from trainctl.launchers.migration_proof import MigrationProof
     from trainctl.launchers.offline import WeightsChoice
     from trainctl.launchers.planning import PlannedConfig
     from trainctl.launchers.prove import Proof
@@ -67,6 +68,7 @@ __all__ = [
     "load",
     "plan",
     "prove",
+    "prove_migration",
     "report",
     "resume",
     "search",
@@ -986,6 +988,55 @@ def prove(
         checkpoint=checkpoint,
         python=None if python is None else Path(python).absolute(),
         say=say or _ignore,
+    )
+
+
+def prove_migration(
+    directory: Place,
+    *overrides: str,
+    losses: Place | None = None,
+    steps: int = 2,
+    hardware: str | None = None,
+    say: Callable[[str], None] | None = None,
+    progress: WorkProgress | None = None,
+    config_dir: Place | None = None,
+) -> MigrationProof:
+    """Prove that a configuration continues another trainer's run: make steps again that it logged.
+
+    The newest checkpoint with logged losses after it is imported into a temporary run, which trains
+    as far as these losses. Nothing is left of it.
+
+    Args:
+        directory: The folder that the other trainer saved in, or that of one checkpoint.
+        overrides: The configuration that is to continue it, as of `plan`; the first may be a run.
+        losses: Log of the losses: a `trainer_state.json`, or a .csv with the columns step and loss,
+            and learning_rate and grad_norm if it has them. None takes the longest
+            `trainer_state.json` of the folder.
+        steps: Number of logged losses to compare; at least 1. One may be a mean over several steps.
+        hardware: Machines, such as `8xh100-80g`; short for the override `hardware=...`.
+        say: Called with a sentence as the replay begins.
+        progress: Called with the name of a piece of work, the units done, and their total.
+        config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
+
+    Returns:
+        The verdict, each loss beside the logged one, and what explains a difference.
+
+    Raises:
+        TrainctlError: No loss was logged after a checkpoint; or the configuration is wrong; or the
+            checkpoint is damaged, or of another model or optimizer. As `RunFailed`: the replay
+            failed.
+    """
+    from trainctl.launchers import migration_proof
+
+    if steps < 1:
+        raise TrainctlError(f"--steps {steps} compares nothing", hint="--steps 1")
+    return migration_proof.prove_migration(
+        Path(directory),
+        _composed(overrides, hardware, config_dir),
+        log=None if losses is None else Path(losses),
+        steps=steps,
+        say=say or _ignore,
+        progress=progress or _ignore,
     )
 
 

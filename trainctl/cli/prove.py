@@ -9,32 +9,68 @@ import typer
 
 from trainctl import api
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides
-from trainctl.cli.console import print_data, print_json, print_message, print_table, print_warning
+from trainctl.cli.console import (
+    Meter,
+    print_data,
+    print_json,
+    print_message,
+    print_table,
+    print_warning,
+)
 from trainctl.config.overrides import split_target
+from trainctl.errors import TrainctlError
 
 if TYPE_CHECKING:
+    from trainctl.launchers.migration_proof import MigrationProof
     from trainctl.launchers.prove import Proof
+
+
+Steps = Annotated[
+    int,
+    typer.Option(metavar="K", help="Number of steps to replay; with --from, of logged losses."),
+]
+AtCheckpoint = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Checkpoint after N steps; default: the newest with K steps left.",
+        show_default=False,
+    ),
+]
+OtherPython = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Python of another environment, which makes the second replay.",
+        show_default=False,
+    ),
+]
+From = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="DIR",
+        help="Folder of another trainer: replay from its checkpoint what it logged.",
+        show_default=False,
+    ),
+]
+Losses = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="With --from: the log, a .csv of step,loss; default: trainer_state.json.",
+        show_default=False,
+    ),
+]
 
 
 def prove(
     run: TargetAndOverrides = None,
-    steps: Annotated[int, typer.Option(metavar="K", help="Number of steps to replay.")] = 2,
-    checkpoint: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Checkpoint after N steps; default: the newest with K steps left.",
-            show_default=False,
-        ),
-    ] = None,
-    python: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Python of another environment, which makes the second replay.",
-            show_default=False,
-        ),
-    ] = None,
+    steps: Steps = 2,
+    checkpoint: AtCheckpoint = None,
+    python: OtherPython = None,
+    directory: From = None,
+    losses: Losses = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
@@ -44,8 +80,21 @@ def prove(
     the first tensor that differs (exit code 6). Rounding is measured by a replay with other orders
     of sums.
 
+    With --from, logged losses of another trainer are compared with those of the same steps here,
+    made by the recipe or run that is named.
+
     Example: trainctl prove runs/NAME parallelism.tensor=2 zero_stage=1
     """
+    if directory is not None:
+        if checkpoint is not None or python is not None:
+            raise TrainctlError(
+                "--checkpoint and --python are of a run's own replays, not of --from",
+                hint="name the folder of one checkpoint: --from DIR/checkpoint-500",
+            )
+        _prove_migration(directory, run or [], losses, steps, config_dir, as_json)
+        return
+    if losses is not None:
+        raise TrainctlError("--losses is of another trainer", hint="add --from DIR")
     target, changes = split_target(run)
     proof = api.prove(
         api.Run(target) if target is not None else api.Run.newest(),
@@ -62,6 +111,51 @@ def prove(
         show_proof(proof)
     if proof.exit_code:
         raise typer.Exit(proof.exit_code)
+
+
+def _prove_migration(
+    directory: Path,
+    overrides: list[str],
+    losses: Path | None,
+    steps: int,
+    config_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare logged losses of another trainer, and end with the verdict's exit code."""
+    with Meter() as meter:
+        proof = api.prove_migration(
+            directory,
+            *overrides,
+            losses=losses,
+            steps=steps,
+            say=print_message,
+            progress=meter,
+            config_dir=config_dir,
+        )
+    if as_json:
+        print_json(proof.to_dict())
+    else:
+        show_migration_proof(proof)
+    if proof.exit_code:
+        raise typer.Exit(proof.exit_code)
+
+
+def show_migration_proof(proof: MigrationProof) -> None:
+    """Print each loss beside the logged one, then the verdict and what explains a difference."""
+    for note in proof.notes:
+        print_message(f"note: {note}")
+    rows = []
+    for each in proof.steps:
+        steps = f"{each.last:,}" if each.first == each.last else f"{each.first:,}-{each.last:,}"
+        pairs = [each.learning_rates, each.grad_norms]
+        cells = ["-" if pair is None else f"{pair[0]:.4g}/{pair[1]:.4g}" for pair in pairs]
+        losses = [f"{each.logged:.6f}", f"{each.replayed:.6f}", f"{each.difference:.1e}"]
+        rows.append([steps, *losses, f"{each.allowed:.1e}", *cells, each.verdict.value])
+    heads = ("steps", "logged", "here", "difference", "allowed", "rate", "norm", "")
+    print_table(heads, rows, right=tuple(range(7)), wraps=False)
+    for reason in proof.reasons:
+        print_data(reason)
+    print_data(f"{proof.sentence} ({proof.format} checkpoint {proof.source})")
 
 
 def show_proof(proof: Proof) -> None:

@@ -169,8 +169,8 @@ def prove(
             a step has, or a replay failed.
     """
     before = config_of(run, attempt)
-    plan = _plan(recompose(before, []), run)
-    changed = _plan(configure(before), run)
+    plan = plan_replay(recompose(before, []), run)
+    changed = plan_replay(configure(before), run)
     _check_comparable(plan, changed)
     found = _choose_checkpoint(run, plan, steps, checkpoint)
     versions = _differing_versions(python) if python is not None else {}
@@ -279,7 +279,7 @@ def _written(run: RunPaths, proof: Proof) -> Proof:
     return replace(proof, file="")
 
 
-def _plan(composed: ComposedConfig, run: RunPaths) -> RunPlan:
+def plan_replay(composed: ComposedConfig, run: RunPaths) -> RunPlan:
     """Return the plan of a replay: without saves, loggers, samples and shipped callbacks.
 
     Shipped callbacks only watch; a user's may do anything, and stay.
@@ -433,29 +433,45 @@ class Replays:
         plan = replace(plan, stop_step=stop)
         copy = copy_run(self._run, self._checkpoint, folder, plan.config)
         request_recording(copy, RecordingSettings(reorder=reorder))
-        with hold_lock(copy) as lock:
-            attempt = new_attempt(copy, plan)
-            process = start_in_background(
-                copy, attempt, lock, dies_with_parent=True, python=str(python or sys.executable)
-            )
-            try:
-                code = process.wait()
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        if code:
-            outcome = outcome_of(copy, code)
-            raise RunFailed(
-                f"the replay {what} failed: {outcome.message or f'exit code {code}'}",
-                hint=outcome.hint,
-                exit_code=ExitCode(code) if code in set(ExitCode) else ExitCode.training_failed,
-                path=self._run.root,
-                cause=outcome.cause,
-                log=None,
-                log_tail=outcome.log_tail,
-            )
+        run_replay(copy, plan, what, of=self._run.root, python=python)
         return read_recording(copy)
+
+
+def run_replay(
+    run: RunPaths, plan: RunPlan, what: str, *, of: Path, python: Path | None = None
+) -> None:
+    """Launch a plan in the directory of a replay, and wait for its end.
+
+    Args:
+        what: How steps are replayed, for the error.
+        of: Directory of what is replayed, for the error.
+        python: Interpreter of another environment.
+
+    Raises:
+        RunFailed: The replay failed.
+    """
+    with hold_lock(run) as lock:
+        attempt = new_attempt(run, plan)
+        process = start_in_background(
+            run, attempt, lock, dies_with_parent=True, python=str(python or sys.executable)
+        )
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if code:
+        outcome = outcome_of(run, code)
+        raise RunFailed(
+            f"the replay {what} failed: {outcome.message or f'exit code {code}'}",
+            hint=outcome.hint,
+            exit_code=ExitCode(code) if code in set(ExitCode) else ExitCode.training_failed,
+            path=of,
+            cause=outcome.cause,
+            log=None,
+            log_tail=outcome.log_tail,
+        )
 
 
 def copy_run(

@@ -37,6 +37,14 @@ def number_formats(precision: PrecisionConfig) -> Formats:
     )
 
 
+def replay_tolerance(precision: PrecisionConfig) -> float:
+    """Return the relative difference of a replayed loss that rounding explains.
+
+    Another layout adds in another order, and another device or program rounds differently.
+    """
+    return 1e-5 if precision_of(precision).format is DataType.fp32 else 1e-3
+
+
 def is_recomputed(block: int, settings: Recomputing) -> bool:
     """Return True if a block, counted from 0 over the whole model, is recomputed.
 

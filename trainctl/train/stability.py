@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from trainctl.config.schema import DataType, OnBadLoss, StabilityConfig
+from trainctl.config.schema import OnBadLoss, StabilityConfig
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
-from trainctl.options.precision import precision_of
+from trainctl.plans.settings import replay_tolerance
 from trainctl.plans.types import RunPlan
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
@@ -182,13 +182,6 @@ class StepGuard:
         return factor * mean.mean
 
 
-FP32_TOLERANCE = 1e-5
-"""Relative; another layout adds in another order, and another device rounds differently."""
-
-LOW_PRECISION_TOLERANCE = 1e-3
-"""Relative, if one of the two attempts computed in less than fp32."""
-
-
 @dataclass(frozen=True, slots=True)
 class RecordedLoss:
     """Recorded loss of a step."""
@@ -266,7 +259,7 @@ def _recorded_losses(run: RunPaths, plan: RunPlan, step: int) -> dict[int, Recor
             break  # ZenFlow resumes with other columns and without their moments
         found[later] = RecordedLoss(
             loss=number(record["loss"]),
-            tolerance=_tolerance(before, plan),
+            tolerance=max(replay_tolerance(each.config.precision) for each in (before, plan)),
             attempt=int(record["attempt"]),
             first_sample=int(record["samples"][0]),
         )
@@ -308,8 +301,3 @@ def _differs_in_random_draws(before: RunPlan, now: RunPlan) -> bool:
     adapter, model = low_rank(now.config.adapter), now.config.model
     drops = model.is_directory or model.is_module or (adapter is not None and adapter.dropout > 0)
     return drops and (before.mesh, before.batch) != (now.mesh, now.batch)
-
-
-def _tolerance(*plans: RunPlan) -> float:
-    exact = all(precision_of(plan.config.precision).format is DataType.fp32 for plan in plans)
-    return FP32_TOLERANCE if exact else LOW_PRECISION_TOLERANCE

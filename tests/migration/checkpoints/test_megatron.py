@@ -124,7 +124,7 @@ def test_a_run_continues_as_megatron_does(trained, tmp_path, family, layout, pro
     imported = import_source(opened, plan, tmp_path / "run")
     assert (imported.step, imported.samples, imported.tokens) == (3, 24, 1536)
     assert not [note for note in imported.notes if "source trained" in note or "rate" in note]
-    train_cases(processes, [Case(plan, RunPaths(tmp_path / "run"))])
+    train_cases(processes, [Case(plan, RunPaths(tmp_path / "run"), attempt=2)])
     here = curve(RunPaths(tmp_path / "run"))
     assert list(here) == [4, 5, 6]
     assert max(abs(here[step][0] - there.losses[step]) for step in here) < 1e-5
