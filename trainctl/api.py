@@ -1440,7 +1440,7 @@ class Checkpoint:
 
     def export(
         self,
-        out: Place,
+        out: Place | None = None,
         *,
         to: str = "transformers",
         dtype: str | None = None,
@@ -1448,13 +1448,15 @@ class Checkpoint:
         adapter: bool | None = None,
         shard_size: str | int | None = None,
         check: bool = False,
+        card: bool = False,
+        public: bool = False,
         progress: WorkProgress | None = None,
     ) -> dict[str, Any]:
-        """Write a directory that transformers loads, or another format.
+        """Write a directory that transformers loads, or another format, or upload one to the hub.
 
         Args:
-            out: A new or empty folder; a new file of `gguf`.
-            to: Format, as `trainctl export --to` names it.
+            out: A new or empty folder; a new file of `gguf`. None uploads from a temporary folder.
+            to: Format, as `trainctl export --to` names it; `hub:USER/NAME` uploads, by `HF_TOKEN`.
             dtype: `fp32`, `bf16` or `fp16`, and `q8_0` of `gguf`; None is the format that the run
                 trains in.
             weights: `raw`, or `ema` for their moving average.
@@ -1462,14 +1464,18 @@ class Checkpoint:
                 its base, and False refuses a run without one.
             shard_size: Largest file of weights, such as `2GB` or a number of bytes.
             check: Load the export by the library that it is for, and compare scores, ids of tokens
-                and ends of answers with the checkpoint's; the result's `check` has the numbers.
+                and ends of answers with the checkpoint's; the result's `check` has the numbers. A
+                difference is not uploaded.
+            card: Also write a model card, README.md, which an upload always has.
+            public: Make a public repository; without it one is private.
             progress: Called with the name of a piece of work, the units done, and their total.
 
         Returns:
             What `trainctl export --json` prints: `out`, `checkpoint`, `files`, `bytes`, `notes`...
 
         Raises:
-            TrainctlError: The checkpoint is damaged (5), or the folder is not empty (2).
+            TrainctlError: The checkpoint is damaged (5), the folder is not empty (2), or the upload
+                failed (4), of which nothing is committed then.
         """
         from trainctl.config.quantities import in_unit
         from trainctl.launchers.export import export
@@ -1483,12 +1489,14 @@ class Checkpoint:
                 )
         return export(
             self._choice(weights, "auto", progress),
-            Path(out),
+            _folder(out),
             to=to,
+            public=public,
             dtype=dtype,
             adapter=adapter,
             shard_bytes=None if size is None else int(size),
             check=check,
+            card=card,
         )
 
     def evaluate(

@@ -32,15 +32,31 @@ class ExportType(StrEnum):
     q8_0 = "q8_0"
 
 
+Out = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[OUT]", help="Folder or file to create; not needed for an upload alone."
+    ),
+]
 Format = Annotated[
     str,
-    typer.Option("--to", metavar="FORMAT", help=f"Format: {', '.join(TARGETS)}."),
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        help=f"Format: {', '.join(TARGETS)}; or hub:USER/NAME, by HF_TOKEN.",
+    ),
 ]
 Check = Annotated[
     bool,
     typer.Option(
         "--check", help="Load the export by the library it is for; compare it with the checkpoint."
     ),
+]
+Card = Annotated[
+    bool, typer.Option("--card", help="Also write a model card, README.md; an upload has one.")
+]
+Public = Annotated[
+    bool, typer.Option("--public", help="Upload to a public repository; default: private.")
 ]
 ShardSize = Annotated[
     str | None,
@@ -54,7 +70,7 @@ ShardSize = Annotated[
 
 def export(
     run: NamedRun,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+    out: Out = None,
     step: Step = None,
     best: Best = False,
     to: Format = "transformers",
@@ -75,6 +91,8 @@ def export(
     ] = False,
     shard_size: ShardSize = None,
     check: Check = False,
+    card: Card = False,
+    public: Public = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a directory that transformers loads, or in another format.
@@ -97,6 +115,8 @@ def export(
                 adapter=adapter if adapter or merge else None,
                 shard_size=shard_size,
                 check=check,
+                card=card,
+                public=public,
                 progress=meter,
             )
         )
@@ -108,17 +128,20 @@ def export(
         raise typer.Exit(ExitCode.training_failed)
 
 
-def _print_export(result: dict[str, Any], out: Path, weights: Weights) -> None:
+def _print_export(result: dict[str, Any], out: Path | None, weights: Weights) -> None:
     for note in result["notes"]:
         print_message(f"note: {note}")
     average = " (average of the weights)" if weights is Weights.ema else ""
     print_data(
-        f"exported {result['checkpoint']}{average} to {out}: "
+        f"exported {result['checkpoint']}{average}{'' if out is None else f' to {out}'}: "
         f"{count_text(result['parameters'])} parameters, "
         f"{size_text(result['bytes'])}" + (f" of {result['dtype']}" if "dtype" in result else "")
     )
     if "check" in result:
         _print_check(result["check"], result["dtype"])
+    if "hub" in result:
+        kind = "private" if result["hub"]["private"] else "public"
+        print_data(f"uploaded to {result['hub']['url']} ({kind}), {result['hub']['commit']}")
 
 
 def _print_check(checked: dict[str, Any], dtype: str) -> None:

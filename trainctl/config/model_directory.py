@@ -15,7 +15,7 @@ from trainctl.models.directory import (
     NAMES,
     NO_SHAPE,
     find_unusable_rope,
-    is_hub_folder,
+    hub_name,
     is_hub_name,
     known_fields,
     load_balancing_loss_weight,
@@ -116,7 +116,7 @@ def _initial_weights(model: ModelConfig, folder: Path) -> str | None:
     if model.weights is WeightsKind.random:
         return None
     # A hub model's weights are fetched by the machines that start from it.
-    return str(folder) if has_weights(folder) or is_hub_folder(str(folder)) else None
+    return str(folder) if has_weights(folder) or hub_name(str(folder)) else None
 
 
 def _unreadable_weights(model: ModelConfig, folder: Path) -> list[Finding]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainctl.config.extras import install_command
 from trainctl.config.store import load_config
 from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.launchers import hub
 from trainctl.launchers.offline import WeightsChoice, require_new, run_task
+from trainctl.monitor.card import write_card
 from trainctl.options.adapter import low_rank
 
 
@@ -42,6 +45,8 @@ class ExportTarget:
     """Modules that `check` needs."""
     is_file: bool = False
     """Whether the output is a file, and not a folder."""
+    has_card: bool = False
+    """Whether a model card can stand in the folder."""
 
 
 MODEL = frozenset({"dtype", "weights"})
@@ -51,6 +56,7 @@ TARGETS = {
         function="trainctl.train.export.directory:export",
         check="trainctl.train.export.check:check_directory",
         takes=MODEL | {"shard_bytes"},
+        has_card=True,
     ),
     "gguf": ExportTarget(
         function="trainctl.train.export.gguf_file:export_gguf",
@@ -74,11 +80,52 @@ ADAPTER = ExportTarget(
     check="trainctl.train.export.check:check_adapter",
     takes=MODEL,
     check_packages=("peft",),
+    has_card=True,
 )
 """PEFT's directory, which `--adapter` chooses."""
 
 
 def export(
+    choice: WeightsChoice,
+    out: Path | None,
+    *,
+    to: str = "transformers",
+    public: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Write a checkpoint in another format, or upload it to the hub.
+
+    Args:
+        out: A new or empty folder; a new file if the format is one. None, for an upload alone,
+            uploads from a temporary folder.
+        to: Name in `TARGETS`; or `hub:USER/NAME`, which is a directory for transformers or PEFT
+            with its card.
+        public: Whether a repository that an upload makes is public.
+        options: As of `export_files`.
+
+    Returns:
+        Fields of the export; `hub` has those of `hub.upload`, unless the check found a difference.
+
+    Raises:
+        TrainctlError: As of `export_files`; the hub refuses or cannot be reached (exit code 4).
+    """
+    if not to.startswith(hub.PREFIX):
+        if out is None or public:
+            what = "names no OUT" if out is None else "is no upload, so that --public means nothing"
+            raise TrainctlError(f"--to {to} {what}")
+        return export_files(choice, out, to=to, **options)
+    name = hub.check_repository(to, public=public)
+    with TemporaryDirectory(prefix="trainctl-") as temporary:
+        folder = Path(temporary) / "model" if out is None else out
+        made = export_files(choice, folder, **{**options, "card": True})
+        if not made.get("check", {"equal": True})["equal"]:
+            return made
+        choice.progress("uploading", 0, 1)
+        message = f"{made['checkpoint']} of {choice.run.root.name}"
+        return {**made, "hub": hub.upload(folder, name, public=public, message=message)}
+
+
+def export_files(
     choice: WeightsChoice,
     out: Path,
     *,
@@ -87,6 +134,7 @@ def export(
     adapter: bool | None = None,
     shard_bytes: int | None = None,
     check: bool = False,
+    card: bool = False,
 ) -> dict[str, Any]:
     """Write a checkpoint in another format.
 
@@ -97,6 +145,7 @@ def export(
         adapter: True writes the adapter alone, False requires one to merge; None merges any.
         shard_bytes: Largest file of weights.
         check: Load the export by the library that it is for, and compare it with the checkpoint.
+        card: Also write a model card.
 
     Returns:
         Fields of the export; `check` has those of a `CheckedExport`.
@@ -112,22 +161,35 @@ def export(
             hint="leave the option out",
         )
     target = _target_of(to, adapter)
-    average = None if choice.weights == "raw" else choice.weights
-    for name, value in (("dtype", dtype), ("weights", average), ("shard_bytes", shard_bytes)):
-        if value is not None and name not in target.takes:
-            option = name.replace("_bytes", "_size").replace("_", "-")
-            raise TrainctlError(f"--{option} is not an option of --to {to}", hint="leave it out")
-    if dtype is not None and dtype not in target.types:
-        raise TrainctlError(f"dtype={dtype!r} is none of {', '.join(target.types)}")
-    if check and not target.check:
-        raise TrainctlError(f"--check is not an option of --to {to}", hint="leave it out")
+    given = {"dtype": dtype, "weights": choice.weights, "shard_bytes": shard_bytes}
+    wanted = {**given, "check": check or None, "card": card or None}
+    _check_options(target, to, wanted | ({"weights": None} if choice.weights == "raw" else {}))
     _require_packages(target.packages + (target.check_packages if check else ()))
     require_new(out, is_file=target.is_file)
-    given = {"dtype": dtype, "weights": choice.weights, "shard_bytes": shard_bytes}
     taken = {name: value for name, value in given.items() if name in target.takes}
     options = ["--function", target.function, "--options", json.dumps(taken)]
     options += ["--check", target.check] if check else []
-    return run_task("export", choice, options, positional=[out], has_device=False)
+    made = run_task("export", choice, options, positional=[out], has_device=False)
+    if card:
+        checkpoint = choice.run.checkpoints / made["checkpoint"]
+        write_card(choice.run, checkpoint, out, adapter=bool(adapter))
+        made["files"] = sorted(path.name for path in out.iterdir())
+    return made
+
+
+def _check_options(target: ExportTarget, to: str, wanted: Mapping[str, Any]) -> None:
+    """Refuse options that a format does not have; None is an option that was not given.
+
+    Raises:
+        TrainctlError: The format does not have one, or not this number format.
+    """
+    has = {*target.takes, *(["check"] if target.check else []), *(["card"] * target.has_card)}
+    for name, value in wanted.items():
+        if value is not None and name not in has:
+            option = name.replace("_bytes", "_size").replace("_", "-")
+            raise TrainctlError(f"--{option} is not an option of --to {to}", hint="leave it out")
+    if wanted["dtype"] not in (None, *target.types):
+        raise TrainctlError(f"dtype={wanted['dtype']!r} is none of {', '.join(target.types)}")
 
 
 def _require_packages(modules: Sequence[str]) -> None:
@@ -153,7 +215,7 @@ def _target_of(to: str, adapter: bool | None) -> ExportTarget:
     """
     if to not in TARGETS:
         raise TrainctlError(
-            f"--to {to} is none of {', '.join(TARGETS)}",
+            f"--to {to} is none of {', '.join(TARGETS)}, hub:USER/NAME",
             hint=did_you_mean(nearest_names(to, TARGETS)),
         )
     if not adapter:

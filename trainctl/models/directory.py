@@ -240,9 +240,13 @@ def fetch_weights(folder: str, key: str = "model.initial_weights") -> None:
     _download(f"{owner}/{name}", commit, (*SMALL, *WEIGHTS), key)
 
 
-def is_hub_folder(folder: str) -> bool:
-    """Whether a folder is in the hub's cache."""
-    return _SNAPSHOT.search(str(Path(folder).expanduser().absolute())) is not None
+def hub_name(folder: str) -> str | None:
+    """Return the hub's name of a model, OWNER/NAME, from its folder in the hub's cache.
+
+    None for any other folder.
+    """
+    found = _SNAPSHOT.search(str(Path(folder).expanduser().absolute()))
+    return None if found is None else f"{found[1]}/{found[2]}"
 
 
 def _is_complete_download(folder: Path) -> bool:

@@ -128,19 +128,23 @@ def save_figure(figure: Figure, path: Path, *, title: str) -> None:
 
 def loss_svg(history: History) -> str:
     """Return the curve of a run's loss as an svg element, with the held-out losses as points."""
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(8, 3.2), layout="constrained")
-        axes = figure.subplots()
-        axes.plot(history.steps["step"], history.steps["loss"], label="training")
-        held_out = history.evaluations
-        if len(held_out):
-            axes.plot(held_out["step"], held_out["loss"], "o", label="held out")
-            axes.legend()
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel("loss, nats a token")
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.margins(x=0)
-        return _element(_svg(figure))
+    return chart_element(lambda: loss_figure(history))
+
+
+def loss_figure(history: History) -> Figure:
+    """Draw the curve of a run's loss, with the held-out losses as points."""
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(history.steps["step"], history.steps["loss"], label="training")
+    held_out = history.evaluations
+    if len(held_out):
+        axes.plot(held_out["step"], held_out["loss"], "o", label="held out")
+        axes.legend()
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss, nats a token")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.margins(x=0)
+    return figure
 
 
 def _png(figure: Figure) -> bytes:
