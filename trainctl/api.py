@@ -678,8 +678,8 @@ def import_config(
     """Convert a configuration of another trainer to overrides, or to a recipe.
 
     Args:
-        files: DeepSpeed's JSON, or a YAML, JSON or TOML file of a program that has a table; several
-            if the program merges them, as GPT-NeoX does.
+        files: DeepSpeed's JSON, or a YAML, JSON, TOML file or training_args.bin of a program that
+            has a table; several if the program merges them, as GPT-NeoX does.
         tool: The program, such as `axolotl`; None detects it by the file's keys.
         world_size: Number of ranks that its batch sizes are for; None takes what the file says.
 

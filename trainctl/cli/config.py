@@ -45,7 +45,8 @@ def import_config(
         list[Path],
         typer.Argument(
             metavar="FILE",
-            help="Configuration file: JSON, YAML or TOML; several if the program merges them.",
+            help="Configuration file: JSON, YAML, TOML or training_args.bin; several if the "
+            "program merges them.",
         ),
     ],
     tool: Annotated[

@@ -15,6 +15,7 @@ from trainctl.config.yaml_files import EXPONENT, MOST_BYTES
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.migration.configs.import_json import import_json_file
 from trainctl.migration.configs.import_table import flatten, import_document
+from trainctl.migration.configs.pickled import read_pickled
 from trainctl.migration.configs.result import ImportResult
 from trainctl.migration.configs.tables import DEEPSPEED, detect, load_table, tool_names
 from trainctl.models.directory import NO_MODEL, is_hub_name
@@ -73,18 +74,22 @@ def _merge(documents: dict[Path, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _is_json(file: Path) -> bool:
-    if file.suffix in (".yaml", ".yml"):
+    if file.suffix in (".yaml", ".yml", ".bin"):
         return False  # YAML in braces, as GPT-NeoX has it, may hold comments and no JSON
     start = read_bytes(file, most_bytes=MOST_BYTES).lstrip()[:1]
     return file.suffix == ".json" or start in (b"{", b"[", b"/")
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """Return the content of a YAML, JSON or TOML file; numbers such as 2e-5 are numbers.
+    """Return the content of a YAML, JSON or TOML file, or of a Trainer's training_args.bin.
+
+    Numbers such as 2e-5 are numbers.
 
     Raises:
         TrainctlError: It cannot be read, or holds no mapping.
     """
+    if file.suffix == ".bin":
+        return read_pickled(file)
     try:
         text = read_bytes(file, most_bytes=MOST_BYTES).decode("utf-8")
         if file.suffix == ".toml":

@@ -10,6 +10,7 @@ from typing import Any
 from trainctl.config.catalog import BASE
 from trainctl.config.keys import as_override
 from trainctl.config.schema import GROUPS
+from trainctl.config.secrets import REDACTED, is_secret_name
 from trainctl.errors import Finding
 from trainctl.tuning.recipes import recipe_text
 
@@ -131,5 +132,7 @@ class ConvertedKeys:
     def leave(
         self, key: str, value: Any, reason: str, nearest: str = "", why: Why = Why.left
     ) -> None:
-        """Record a key of the source that is not imported."""
+        """Record a key of the source that is not imported; the value of a secret is not kept."""
+        if value is not None and is_secret_name(key.rpartition(".")[2]):
+            value = REDACTED
         self.left_out.append(LeftOutKey(key, value, reason, nearest, why))

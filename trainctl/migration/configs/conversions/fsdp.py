@@ -52,6 +52,7 @@ def choose_engine(
 
 AXES = ("tensor", "pipeline", "sequence", "expert")
 FORMATS = ("fp32", "bf16")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
 COMPILED = ("compiled", "deepcompile", "liger")
 
 
@@ -61,6 +62,9 @@ def _is_supported(source: Conversion) -> bool:
     return (
         all(settings.get(f"parallelism.{axis}", 1) == 1 for axis in AXES)
         and choices.get("precision", "bf16") in FORMATS
+        and choices.get("optimizer", "adamw") in OPTIMIZERS
+        and choices.get("adapter", "none") == "none"
         and choices.get("kernels") not in COMPILED
+        and not settings.get("kernels.liger")
         and settings.get("kernels.compile", "none") == "none"
     )

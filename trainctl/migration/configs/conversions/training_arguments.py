@@ -1,0 +1,87 @@
+"""Optimizer, memory and checkpoints of transformers' TrainingArguments."""
+
+from __future__ import annotations
+
+from trainctl.migration.configs.conversions import optimizers
+from trainctl.migration.configs.conversions.deepspeed import convert_file
+from trainctl.migration.configs.conversions.fsdp import choose_engine
+from trainctl.migration.configs.import_table import Conversion
+from trainctl.migration.configs.result import Why
+
+
+def optimizer(source: Conversion) -> None:
+    """Convert `optim`; before 4.20 a switch chose Adafactor."""
+    if source.get("adafactor") is True:
+        source.leave("adafactor", optimizers.WHY_NOT["adafactor"], "optimizer=adafactor")
+        source.set("optimizer", "adamw")
+    else:
+        optimizers.choose(source, "optim")
+
+
+def recomputation(source: Conversion) -> None:
+    """Convert the recomputation of blocks, by the model or by FSDP."""
+    names = ("activation_checkpointing", "fsdp_config.activation_checkpointing")
+    asked = [name for name in names if source.get(name) is True]
+    source.set("activation_checkpointing", "full" if asked else "none", *(asked or names))
+
+
+def deepspeed(source: Conversion) -> None:
+    """Convert the JSON that `deepspeed` holds or names."""
+    if source.given("deepspeed") and source.get("deepspeed") != "":
+        source.set("engine", "deepspeed", "deepspeed")
+        convert_file(source, "deepspeed")
+
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+
+
+def sharding(source: Conversion) -> None:
+    """Convert `fsdp`, a switch or words such as `full_shard auto_wrap offload`."""
+    words = {word for text in source.texts("fsdp") for word in text.lower().split()}
+    section = "fsdp_config"
+    names = (f"{section}.reshard_after_forward", f"{section}.offload_params")
+    if not words - {"false", "none"} or source.given("deepspeed"):
+        for name in ("fsdp", *names):
+            if source.given(name):
+                source.leave(name, "FSDP is not used", why=Why.ignored)
+        return
+    reshard = source.get(names[0])
+    strategy = next((word for word in STRATEGIES if word in words), None)
+    if strategy is None and reshard in (False, "shard_grad_op"):
+        strategy = "shard_grad_op"
+    to_host = "offload" in words or source.get(names[1]) is True
+    choose_engine(source, strategy, name="fsdp", to_host=to_host)
+    if isinstance(source.get(section), str):
+        source.leave(section, "it is a file of its own", "its keys in this file")
+
+
+def kept(source: Conversion) -> None:
+    """Convert the number of checkpoints that are kept: all of them, unless it is given."""
+    if source.count("save_total_limit"):
+        source.set("checkpoint.keep", source.count("save_total_limit"), "save_total_limit")
+    elif str(source.get("save_strategy")) not in ("no", "False"):
+        source.leave("save_total_limit", "all are kept there, and three here", "checkpoint.keep=N")
+
+
+def best(source: Conversion) -> None:
+    """Convert the checkpoint that is kept for its held-out loss."""
+    metric = "metric_for_best_model"
+    if source.get("load_best_model_at_end") is not True:
+        for name in (metric, "greater_is_better"):
+            if source.given(name):
+                source.leave(name, "load_best_model_at_end is off", why=Why.ignored)
+    elif source.get(metric) in (None, "loss", "eval_loss"):
+        source.set("checkpoint.best_of", "loss", "load_best_model_at_end")
+    else:
+        for name in (metric, "load_best_model_at_end"):
+            source.leave(name, "the best is by the held-out loss", "checkpoint.best_of=loss")
+
+
+def ranks(source: Conversion) -> None:
+    """Convert the number of processes that a pickle tells: the whole batch follows from it."""
+    processes = source.count("distributed_state.num_processes")
+    if processes:
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+        size = processes * source.count(names[0]) * source.count(names[1])
+        source.converted.settings.pop("training.gradient_accumulation_steps", None)
+        source.set("training.global_batch_size", size, "distributed_state.num_processes")

@@ -1,0 +1,309 @@
+"""Model, adapter, data and objective of TRL's configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainctl.migration.configs.conversions import trainer
+from trainctl.migration.configs.import_table import Conversion, is_number
+from trainctl.migration.configs.result import Why
+from trainctl.models.directory import is_hub_name
+
+
+def precision(source: Conversion) -> None:
+    """Convert `bf16`, which TRL switches on unless `fp16` is, and the type of the weights."""
+    bf16, fp16 = source.get("bf16"), source.get("fp16")
+    weights = str(source.get("dtype")).removeprefix("torch.")
+    if fp16 is True:
+        source.set("precision", "fp16", "fp16")
+    elif bf16 is not False:
+        source.set("precision", "bf16", "bf16")
+    elif weights in ("bfloat16", "bf16"):
+        source.set("precision", "bf16-low-memory", "dtype")
+    else:
+        source.set("precision", "fp32", "bf16")
+    is_low = source.converted.choices["precision"] == "bf16" and weights == "bfloat16"
+    if is_low and not any(source.get(name) for name in ("deepspeed", "fsdp", "use_peft")):
+        source.leave(
+            "dtype",
+            "master weights and states are in fp32 here; there they are in bf16 without a sharding",
+            "precision=bf16-low-memory",
+        )
+
+
+def attention(source: Conversion) -> None:
+    """Convert the attention kernel."""
+    wanted = source.get("attn_implementation")
+    if wanted in ("sdpa", "eager", "flash_attention_2"):
+        source.set("model.attention", wanted, "attn_implementation")
+    elif wanted is not None:
+        nearest = "model.attention=flash_attention_2"
+        source.leave("attn_implementation", f"there is no kernel {wanted}", nearest)
+
+
+def offloading(source: Conversion) -> None:
+    """Convert activations in host memory, which are the inputs of recomputed blocks here."""
+    if source.get("activation_offloading") is True:
+        source.set("activation_checkpointing", "offloaded", "activation_offloading")
+
+
+ADAPTER = (
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_modules_to_save",
+    "use_rslora",
+    "use_dora",
+    "load_in_8bit",
+    "load_in_4bit",
+    "bnb_4bit_quant_type",
+    "use_bnb_nested_quant",
+)
+ALSO_TRAINED = {"embed_tokens": "embeddings", "lm_head": "head"}
+
+
+def adapter(source: Conversion) -> None:
+    """Convert the adapter with the format of the frozen base."""
+    if source.get("use_peft") is not True:
+        source.set("adapter", "none", "use_peft")
+        for name in ADAPTER:
+            if source.given(name):
+                source.leave(name, "use_peft is off", why=Why.ignored)
+        return
+    switches = [name for name in ("use_dora", "use_rslora") if source.get(name) is True]
+    source.set("adapter", switches[0].removeprefix("use_") if switches else "lora", "use_peft")
+    if len(switches) > 1:
+        source.leave("use_rslora", "no adapter does both", "adapter=rslora")
+    source.set("adapter.rank", source.count("lora_r"), "lora_r")
+    source.set("adapter.alpha", float(source.count("lora_alpha")), "lora_alpha")
+    source.set("adapter.dropout", source.number("lora_dropout"), "lora_dropout")
+    targets = source.texts("lora_target_modules")
+    if targets == ["all-linear"]:
+        targets = []
+    elif not targets:
+        source.leave(
+            "lora_target_modules",
+            "PEFT chooses the layers by the architecture; here they are all of the blocks",
+            "adapter.targets=[q_proj,v_proj]",
+        )
+    source.set("adapter.targets", targets, "lora_target_modules")
+    also = [ALSO_TRAINED.get(name, name) for name in source.texts("lora_modules_to_save")]
+    source.set("adapter.also_train", also, "lora_modules_to_save")
+    _base_weights(source)
+
+
+def _base_weights(source: Conversion) -> None:
+    names = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
+    weights = "int8" if source.get("load_in_8bit") is True else "compute"
+    if source.get("load_in_4bit") is True:
+        weights = "nf4_double" if source.get("use_bnb_nested_quant") is True else "nf4"
+        if source.get("bnb_4bit_quant_type") != "nf4":
+            source.leave("bnb_4bit_quant_type", "4 bits are NF4", "adapter.base_weights=nf4")
+    source.set("adapter.base_weights", weights, *names)
+
+
+PARQUET = "hf://datasets/{}@refs/convert/parquet/{}/{}/*.parquet"
+"""Place of the Parquet files that the hub makes of each public data set, by configuration and split
+(huggingface.co/docs/dataset-viewer/parquet).
+"""
+
+
+def data(source: Conversion) -> None:
+    """Convert the data set or the mixture, with its evaluation split."""
+    kind = "preferences" if source.converted.choices.get("objective") in PAIRS else "chat"
+    source.set("data", kind)
+    splits = source.texts("dataset_splits") or [
+        str(source.get(f"dataset_{part}_split")) for part in ("train", "test")
+    ]
+    is_evaluated = str(source.get("eval_strategy")) not in ("no", "False")
+    parts = _parts(source, splits[0])
+    if all(share == 1 for _, _, _, share in parts):
+        paths = [_place(source, *place) for *place, _ in parts]
+        source.set("data.paths", paths, "dataset_name")
+    else:
+        _mixture(source, kind, parts)
+    names = {name: configuration for name, configuration, _, _ in parts}
+    if is_evaluated and len(splits) > 1 and not source.given("dataset_mixture"):
+        held_out = [_place(source, *each, splits[1]) for each in names.items()]
+        source.set("data.held_out_paths", held_out, "dataset_name")
+    if source.given("dataset_text_field"):
+        is_same = source.get("dataset_text_field") in ("text", "messages")
+        source.leave(
+            "dataset_text_field",
+            "conversations are read; plain text has another kind of data",
+            "data=parquet, with data.text_key=NAME",
+            Why.ignored if is_same else Why.left,
+        )
+
+
+Part = tuple[str, str, str, float]
+"""Name of a data set, its configuration and split, and the share of it that is taken."""
+
+
+def _parts(source: Conversion, split: str) -> list[Part]:
+    """Return the data sets that are named: one, or those of a mixture."""
+    configuration = str(source.get("dataset_config") or "default")
+    mixture, shares = source.get("dataset_mixture"), source.get("dataset_mixer")
+    if isinstance(mixture, Mapping):
+        entries = mixture.get("datasets")
+        size: Any = mixture.get("test_split_size")
+        if is_number(size) and 0 < size < 1:
+            source.set("data.held_out_fraction", size, "dataset_mixture")
+        elif size is not None:
+            source.leave(
+                "dataset_mixture",
+                "what is held out is a fraction, not a number of samples",
+                "data.held_out_fraction=0.01",
+                value={"test_split_size": size},
+            )
+        return [_part(each) for each in entries or [] if isinstance(each, Mapping)]
+    if isinstance(shares, Mapping):
+        return [(str(name), configuration, split, share) for name, share in shares.items()]
+    listed = source.get("datasets")
+    if isinstance(listed, list):
+        return [_part(each) for each in listed if isinstance(each, Mapping)]
+    return [(name, configuration, split, 1.0) for name in source.texts("dataset_name") if name]
+
+
+def _part(entry: Mapping[str, Any]) -> Part:
+    name = entry.get("id", entry.get("path"))
+    share = entry.get("weight", entry.get("fraction"))
+    configuration = entry.get("config", entry.get("name"))
+    split = str(entry.get("split") or "train")
+    return str(name), str(configuration or "default"), split, 1.0 if share is None else share
+
+
+def _place(source: Conversion, name: str, configuration: str, split: str) -> str:
+    """Return where a data set lies: a folder, or the Parquet files of the hub."""
+    is_local = (source.folder / name).exists() or not is_hub_name(name)
+    return name if is_local else PARQUET.format(name, configuration, split)
+
+
+def _mixture(source: Conversion, kind: str, parts: list[Part]) -> None:
+    """Convert shares of data sets: each is passed over so many times in the run."""
+    passes = source.number("num_train_epochs") or 1.0
+    sources = {
+        f"part_{number}": {
+            "kind": kind,
+            "paths": [_place(source, name, configuration, split)],
+            "epochs": round(float(share) * passes, 6),
+        }
+        for number, (name, configuration, split, share) in enumerate(parts, 1)
+        if is_number(share)
+    }
+    source.set("data.sources", sources, "dataset_mixer")
+
+
+def length(source: Conversion) -> None:
+    """Convert the length of the run, which passes of a mixture's sources do not tell."""
+    trainer.length(source)
+    settings = source.converted.settings
+    if "data.sources" in settings and settings.pop("training.epochs", None) is not None:
+        source.leave(
+            "num_train_epochs",
+            "each source of a mixture has its passes; the run needs its own length",
+            "training.tokens=1B",
+        )
+
+
+def template(source: Conversion) -> None:
+    """Convert the chat template: a file, or the text of one, which must become a file."""
+    path, text = source.get("chat_template_path"), source.get("chat_template")
+    if path is not None and str(path).endswith((".jinja", ".j2")):
+        source.set("data.chat_template", str(path), "chat_template_path")
+    elif path is not None:
+        source.leave(
+            "chat_template_path", "a template is a file of Jinja", "data.chat_template=FILE"
+        )
+    if text is not None:
+        source.leave(
+            "chat_template",
+            "a template is a file of Jinja: write the text into one",
+            "data.chat_template=FILE",
+            value=f"{str(text)[:40]}…",
+        )
+
+
+def packing(source: Conversion) -> None:
+    """Convert the packing; without it samples are padded there, and packed apart here."""
+    names = ("packing", "packing_strategy")
+    if source.get("packing") is True:
+        kind = "stream" if source.get("packing_strategy") == "wrapped" else "best_fit"
+        source.set("data.packing", kind, *names)
+        return
+    for name in names:
+        if source.given(name):
+            source.leave(
+                name,
+                "samples are packed, and none sees another",
+                "data.packing=best_fit",
+                Why.ignored,
+            )
+
+
+def learnt(source: Conversion) -> None:
+    """Convert which tokens are learnt: all, or those of the assistant."""
+    names = ("assistant_only_loss", "completion_only_loss")
+    if source.converted.choices.get("data") != "chat":
+        for name in names:
+            if source.given(name):
+                source.leave(name, "of conversations", why=Why.ignored)
+    else:
+        is_part = any(source.get(name) is True for name in names)
+        source.set("data.learn", "assistant" if is_part else "all", *names)
+
+
+PAIRS = ("dpo", "orpo", "simpo")
+CLASSES = {"DPOConfig": "dpo", "ORPOConfig": "orpo", "SFTConfig": "next_token"}
+"""Objective of each class that a pickle names."""
+
+NOT_THERE = ("reward_funcs", "num_generations", "desirable_weight", "center_rewards_coefficient")
+LOSSES = ("sigmoid", "hinge", "ipo")
+
+
+def objective(source: Conversion) -> None:
+    """Convert the objective: by the class of a pickle, or by the keys that only pairs have."""
+    kind = CLASSES.get(str(source.get("class")).rpartition(".")[2])
+    losses = source.texts("loss_type")
+    others = [name for name in NOT_THERE if source.given(name)]
+    if kind is None and "simpo" in losses:
+        kind = "simpo"
+    elif kind is None and source.given("beta") and not others:
+        kind = "dpo"
+    kind = kind or "next_token"
+    source.set("objective", kind, "class" if source.given("class") else "beta")
+    used = {"class"}
+    beta = source.number("beta")
+    if kind in ("dpo", "simpo") and beta:
+        used.add("beta")
+        source.set("objective.beta", beta, "beta")
+    if kind == "orpo":
+        used.add("beta")
+        source.set("objective.weight", beta or 0.1, "beta")
+    if kind == "simpo":
+        used |= {"loss_type", "simpo_gamma"}
+        ratio = (source.number("simpo_gamma") or 0.0) / (beta or 0.1)
+        source.set("objective.gamma_ratio", ratio, "simpo_gamma")
+    if kind == "dpo":
+        used |= {"loss_type", "label_smoothing"}
+        _dpo_loss(source, losses)
+    for name in ("loss_type", "beta", "label_smoothing", "simpo_gamma", "cpo_alpha"):
+        if name not in used and source.given(name):
+            is_same = source.get(name) in ("nll", 0)
+            source.leave(
+                name, f"objective={kind} has none", why=Why.ignored if is_same else Why.left
+            )
+
+
+def _dpo_loss(source: Conversion, losses: list[str]) -> None:
+    known = [loss for loss in losses if loss in LOSSES]
+    if losses and (len(losses) > 1 or not known):
+        source.leave(
+            "loss_type", f"there is no loss {' and '.join(losses)}", "objective.loss=sigmoid"
+        )
+    source.set("objective.loss", known[0] if known else "sigmoid", "loss_type")
+    smoothing = source.number("label_smoothing")
+    if is_number(smoothing) and smoothing:
+        source.set("objective.label_smoothing", smoothing, "label_smoothing")

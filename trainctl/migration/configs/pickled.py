@@ -1,0 +1,136 @@
+"""`training_args.bin`, which transformers' Trainer pickles by `torch.save`, as plain values.
+
+A pickle names classes and functions, and calls them. Nothing is imported or called here: an object
+becomes the mapping of its attributes, an enum its value, a type or device of torch its name. What
+has no place in such a file, such as a name of Python's own library, is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from trainctl.config.secrets import REDACTED, is_secret_name
+from trainctl.config.yaml_files import MOST_BYTES
+from trainctl.errors import TrainctlError
+
+PLAIN = {
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+    ("collections", "OrderedDict"),
+    ("datetime", "timedelta"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+"""Classes of Python's library that arguments hold; they are not made either."""
+
+TORCH_NAMES = ("device", "float16", "bfloat16", "float32", "float64")
+DEEPEST = 20
+"""Maximum nesting of values; arguments have four levels."""
+
+
+class _Named:
+    """Object of a class that is not imported: its arguments and attributes."""
+
+    kind = ""
+    """Dotted name of the class."""
+    arguments: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+    def __new__(cls, *arguments: Any) -> _Named:
+        """Make the object without running code of the class."""
+        made = super().__new__(cls)
+        made.arguments, made.attributes = arguments, {}
+        return made
+
+    def __init__(self, *arguments: Any) -> None:
+        """Take the arguments, which `__new__` has kept."""
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.attributes |= {str(name): value for name, value in state.items()}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.attributes[str(key)] = value  # a subclass of dict
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler for which every name is a class without code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        root, last = module.partition(".")[0], name.rpartition(".")[2]
+        is_library = root in sys.stdlib_module_names and root != "__main__"
+        is_class = last[:1].isupper() and "." not in name
+        if (module, name) not in PLAIN and (
+            is_library or not (is_class or (module == "torch" and name in TORCH_NAMES))
+        ):
+            raise _RefusedNameError(f"{module}.{name}")
+        return type(last, (_Named,), {"kind": f"{module}.{name}"})
+
+    def persistent_load(self, identifier: Any) -> Any:
+        raise _RefusedNameError("a tensor")
+
+
+class _RefusedNameError(Exception):
+    """A pickle names what has no place in arguments."""
+
+
+def read_pickled(file: Path) -> dict[str, Any]:
+    """Return the arguments of a `training_args.bin` as plain values, with `class`, their class.
+
+    Raises:
+        TrainctlError: The file cannot be read, is no such pickle, or names what it should not.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = [each for each in archive.infolist() if each.filename.endswith("data.pkl")]
+            if len(entries) != 1 or entries[0].file_size > MOST_BYTES:
+                raise _damaged(file, "it holds no pickle of a configuration's size")
+            text = archive.read(entries[0])
+        found = _Unpickler(io.BytesIO(text)).load()
+    except _RefusedNameError as error:
+        raise TrainctlError(
+            f"{file} is refused: its pickle names {error}, which arguments do not have",
+            hint="do not load it elsewhere either, unless you trust who made it",
+        ) from None
+    except (OSError, zipfile.BadZipFile) as error:
+        why = getattr(error, "strerror", None) or "it is not what torch.save writes (a zip)"
+        raise _damaged(file, why) from None
+    except TrainctlError:
+        raise
+    except Exception as error:  # damaged pickles raise errors of almost any class
+        raise _damaged(file, f"its pickle is damaged ({type(error).__name__})") from None
+    if not isinstance(found, _Named) or not found.attributes:
+        raise _damaged(file, "it holds no arguments")
+    return {"class": found.kind, **_plain(found.attributes)}
+
+
+def _damaged(file: Path, why: str) -> TrainctlError:
+    return TrainctlError(f"{file} cannot be read: {why}", hint="training_args.bin of a Trainer")
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Return a value without objects; attributes without a value of their own are left out."""
+    if depth > DEEPEST:
+        return None
+    if isinstance(value, dict):
+        return {
+            str(key): REDACTED if each is not None and is_secret_name(str(key)) else plain
+            for key, each in value.items()
+            if (plain := _plain(each, depth + 1)) is not None or each is None
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each, depth + 1) for each in value]
+    if isinstance(value, _Named):
+        if value.attributes:
+            return _plain(value.attributes, depth + 1)
+        plain = [_plain(each, depth + 1) for each in value.arguments]
+        return plain[0] if len(plain) == 1 else plain or None
+    if isinstance(value, type):  # a type of torch, such as torch.bfloat16
+        return value.__name__
+    return value if isinstance(value, bool | int | float | str) or value is None else None
