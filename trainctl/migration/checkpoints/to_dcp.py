@@ -74,11 +74,16 @@ def _optimizer_state(config: RunConfig, run: ExportedRun) -> dict[str, Any]:
 
 
 class _Planner(DefaultSavePlanner):  # type: ignore[misc]
-    """Planner that reads each tensor from the checkpoint when it is written."""
+    """Planner that reads each tensor from the checkpoint when it is written.
+
+    torch's writer keeps all tensors of a file until it is complete. So the values of each are freed
+    when the next is asked for: a writer without threads has written it by then.
+    """
 
     def __init__(self, run: ExportedRun, progress: Progress) -> None:
         super().__init__()
         self._run, self._progress, self._done = run, progress, 0
+        self._written = torch.empty(0)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = super().lookup_object(index)
@@ -89,14 +94,16 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc]
             name, _, state = index.fqn.removeprefix("optimizer.state.").rpartition(".")
         self._done += found.nbytes
         self._progress(self._done, self._run.num_bytes)
-        return self._run.read(name, state)
+        self._written.untyped_storage().resize_(0)
+        self._written = self._run.read(name, state)
+        return self._written
 
 
 class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
     """Writer whose metadata lists a tied weight under all its names, though it is stored once."""
 
     def __init__(self, folder: Path, tied: Mapping[str, Sequence[str]]) -> None:
-        super().__init__(folder, sync_files=True)
+        super().__init__(folder, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
         self._tied = {f"model.{name}": others for name, others in tied.items()}
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

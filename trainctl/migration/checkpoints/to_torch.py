@@ -25,8 +25,8 @@ from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.export.output import ExportedCheckpoint
 from trainctl.train.models.model import skeleton
 
-PIECE = 1 << 24
-"""Elements that are copied at a time: 64 MiB in fp32."""
+PIECE = 1 << 22
+"""Elements that are copied at a time: 16 MiB in fp32."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are written and their total."""

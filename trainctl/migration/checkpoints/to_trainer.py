@@ -6,6 +6,7 @@ import os
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,9 @@ def _write_optimizer(
             if "/data/" not in entry.filename
         }
     sparse.unlink()
-    tensors = (
-        tensor
+    tensors = chain.from_iterable(
+        chain(run.scalars().values(), (run.read(parameter, each) for each in run.states))
         for parameter in names
-        for tensor in (
-            *run.scalars().values(),
-            *(run.read(parameter, each) for each in run.states),
-        )
     )
     writer, done = torch._C.PyTorchFileWriter(str(path)), 0
     for name, record in records.items():
@@ -133,6 +130,7 @@ def _write_optimizer(
         writer.write_record(f"data/{index}", tensor.untyped_storage(), tensor.nbytes)
         done += tensor.nbytes
         progress(done)
+        del tensor  # before the next one is read
     writer.write_end_of_file()
     with path.open("rb") as file:
         os.fsync(file.fileno())
