@@ -138,7 +138,7 @@ def _print_export(result: dict[str, Any], out: Path | None, weights: Weights) ->
         f"{size_text(result['bytes'])}" + (f" of {result['dtype']}" if "dtype" in result else "")
     )
     if "check" in result:
-        _print_check(result["check"], result["dtype"])
+        _print_check(result["check"], result.get("dtype", "fp32"))
     if "hub" in result:
         kind = "private" if result["hub"]["private"] else "public"
         print_data(f"uploaded to {result['hub']['url']} ({kind}), {result['hub']['commit']}")
@@ -147,13 +147,19 @@ def _print_export(result: dict[str, Any], out: Path | None, weights: Weights) ->
 def _print_check(checked: dict[str, Any], dtype: str) -> None:
     for note in checked["notes"]:
         print_message(f"note: {note}")
-    print_data(
-        f"by {checked['library']}: {checked['scores']:,} scores differ by at most "
-        f"{checked['difference']:.1e} nats from the checkpoint's in {dtype} (bound "
-        f"{checked['bound']:.1e}; {dtype} itself changes them by {checked['rounding']:.1e}); "
-        f"{checked['texts']} texts and conversations compared; "
-        f"answers end at {', '.join(map(str, checked['ends'])) or 'no token'}"
-    )
+    print_data(f"by {checked['library']}:")
+    if checked["scores"]:
+        print_data(
+            f"  {checked['scores']:,} scores differ from the checkpoint's in {dtype} by at most "
+            f"{checked['difference']:.1e} nats (bound {checked['bound']:.1e}; {dtype} itself "
+            f"changes them by {checked['rounding']:.1e})"
+        )
+    if checked["states"]:
+        print_data(f"  {checked['states']:,} weights and states compared bit for bit")
+    if checked["texts"]:
+        print_data(f"  {checked['texts']} texts and conversations compared")
+    if checked["ends"]:
+        print_data(f"  answers end at {', '.join(map(str, checked['ends']))}")
     for each in checked["differences"]:
         print_warning(each)
     print_data("equal" if checked["equal"] else "the export differs from the checkpoint")

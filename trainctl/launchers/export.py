@@ -67,10 +67,17 @@ TARGETS = {
         check_packages=("xllamacpp",),
         is_file=True,
     ),
-    "trainer": ExportTarget(function="trainctl.migration.checkpoints.to_trainer:export_trainer"),
-    "dcp": ExportTarget(function="trainctl.migration.checkpoints.to_dcp:export_dcp"),
+    "trainer": ExportTarget(
+        function="trainctl.migration.checkpoints.to_trainer:export_trainer",
+        check="trainctl.migration.checkpoints.check:check_trainer",
+    ),
+    "dcp": ExportTarget(
+        function="trainctl.migration.checkpoints.to_dcp:export_dcp",
+        check="trainctl.migration.checkpoints.check:check_dcp",
+    ),
     "deepspeed-universal": ExportTarget(
-        function="trainctl.migration.checkpoints.to_universal:export"
+        function="trainctl.migration.checkpoints.to_universal:export",
+        check="trainctl.migration.checkpoints.check:check_universal",
     ),
 }
 """Formats by the name that `--to` takes."""

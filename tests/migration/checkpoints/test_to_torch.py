@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 
 from trainctl.config.registry import new_section
 from trainctl.errors import TrainctlError
+from trainctl.migration.checkpoints.check import check_dcp, check_trainer
 from trainctl.migration.checkpoints.source import open_source
 from trainctl.migration.checkpoints.to_dcp import export_dcp
 from trainctl.migration.checkpoints.to_trainer import export_trainer
@@ -149,3 +150,21 @@ def test_settings_that_the_trainer_does_not_have_are_noted(tmp_path, made):
     other = replace(config, optimizer=replace(config.optimizer, decay_embeddings=False))
     exported = export_trainer(other, checkpoint, tmp_path / "out")
     assert any("model.embed_tokens.weight" in note for note in exported.notes)
+
+
+@pytest.mark.parametrize(
+    ("export", "check"), [(export_dcp, check_dcp), (export_trainer, check_trainer)]
+)
+def test_a_check_compares_the_model_and_every_state(tmp_path, made, export, check):
+    config, checkpoint, model, _ = made
+    export(config, checkpoint, tmp_path / "out")
+    checked = check(config, checkpoint, tmp_path / "out")
+    assert checked.differences == [] and checked.scores > 1000
+    assert checked.states == 3 * sum(each.numel() for each in model.parameters())
+    if export is export_trainer:
+        file = tmp_path / "out" / "optimizer.pt"
+        content = torch.load(file, weights_only=True)
+        content["state"][2]["exp_avg"].view(-1)[-1] += 1e-3
+        torch.save(content, file)
+        (said,) = check(config, checkpoint, tmp_path / "out").differences
+        assert " (exp_avg) differs from the checkpoint's" in said and "more" not in said

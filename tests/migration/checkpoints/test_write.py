@@ -184,7 +184,8 @@ def test_the_command_imports_and_exports(tmp_path: Path, monkeypatch: pytest.Mon
     run = trainctl.Run("run")
     assert [checkpoint.step for checkpoint in run.checkpoints] == [7]
     assert run.checkpoints[0].verify() == []
-    exported = run.checkpoint().export("back", to="deepspeed-universal")
+    exported = run.checkpoint().export("back", to="deepspeed-universal", check=True)
+    assert exported["check"]["equal"] and exported["check"]["states"] > 1000
     assert (tmp_path / "back" / "latest_universal").read_text() == "global_step7", exported
     again = trainctl.api.import_checkpoint("source", "again", *overrides, format="deepspeed")
     assert json.loads(json.dumps(again))["step"] == 7

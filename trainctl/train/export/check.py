@@ -29,7 +29,6 @@ from trainctl.data.chat_template import CannotRender
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.adapter import low_rank
-from trainctl.options.tokenizer import spec_of
 from trainctl.plans.trainable import trainable
 from trainctl.train.adapters.layers import apply_adapter
 from trainctl.train.adapters.quantized import dequantized_source
@@ -122,11 +121,14 @@ class CheckedExport:
     """Texts and conversations whose ids were compared."""
     ends: list[int] = field(default_factory=list)
     """Ids that end an answer."""
+    states: int = 0
+    """Numbers of weights and optimizer states that were compared bit for bit."""
     differences: list[str] = field(default_factory=list)
     """Everything that differs, in words; empty if the export is equal."""
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields, and whether the export is `equal`."""
         return {"equal": not self.differences, **vars(self)}
 
 
@@ -154,19 +156,19 @@ def check_directory(config: RunConfig, checkpoint: Path, out: Path, **of: Any) -
         of: `dtype` and `weights` of the export, as of an `ExportCase`.
     """
     case = ExportCase(config, checkpoint, out, **of)
-    return _check(case, partial(_TransformersTarget, case), _rounding(case.dtype))
+    return compare(case, partial(TransformersTarget, case), rounding_to(case.dtype))
 
 
 def check_adapter(config: RunConfig, checkpoint: Path, out: Path, **of: Any) -> CheckedExport:
     """Check an adapter by PEFT, on the base that it was trained on."""
     case = ExportCase(config, checkpoint, out, **of)
     exported = {tensor.name for tensor in trainable(config).trained}
-    rounded = _rounding(case.dtype)
+    rounded = rounding_to(case.dtype)
 
     def of_adapter(name: str, values: torch.Tensor) -> torch.Tensor:
         return rounded(name, values) if name in exported else values
 
-    return _check(case, partial(_PeftTarget, case), of_adapter, merges=False)
+    return compare(case, partial(_PeftTarget, case), of_adapter, merges=False)
 
 
 def check_gguf(config: RunConfig, checkpoint: Path, out: Path, **of: Any) -> CheckedExport:
@@ -181,14 +183,15 @@ def check_gguf(config: RunConfig, checkpoint: Path, out: Path, **of: Any) -> Che
 
     # ggml's kernel of gelu for CPUs is a table of fp16 values.
     place = LAST_PLACE if architecture_of(shape).is_rotary else 2.0**-11
-    return _check(case, partial(_LlamaCppTarget, case), rounded, place=place)
+    return compare(case, partial(_LlamaCppTarget, case), rounded, place=place)
 
 
-def _rounding(dtype: torch.dtype) -> Round:
+def rounding_to(dtype: torch.dtype) -> Round:
+    """Return the rounding of an export with all weights in one type."""
     return lambda name, values: values.to(dtype).float()
 
 
-def _check(
+def compare(
     case: ExportCase,
     load: Callable[[], Target],
     rounded: Round,
@@ -331,7 +334,7 @@ def _compare_ids(
         checked.differences.append(f"{what} is {made}, and not {wanted}")
 
 
-class _TransformersTarget:
+class TransformersTarget:
     """A directory that transformers loads; of a user's module, that `trainctl.load` loads."""
 
     sees_all = True
@@ -343,7 +346,7 @@ class _TransformersTarget:
             self.library = "trainctl.load"
         self._model = self._load(case, **trusts)
         self._tokenizer = None
-        if spec_of(case.config.tokenizer).published is not None:
+        if (case.out / "tokenizer_config.json").is_file():
             self._tokenizer = AutoTokenizer.from_pretrained(case.out, **trusts)
 
     def _load(self, case: ExportCase, **trusts: bool) -> Any:
@@ -376,7 +379,7 @@ class _TransformersTarget:
         return token in (ends if isinstance(ends, list) else [ends])
 
 
-class _PeftTarget(_TransformersTarget):
+class _PeftTarget(TransformersTarget):
     """An adapter that PEFT loads; tokenizer and ends are the base's."""
 
     def __init__(self, case: ExportCase) -> None:
