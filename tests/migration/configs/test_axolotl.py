@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainctl import api
+from trainctl.cli.main import run
 from trainctl.migration.configs.import_table import import_document
 from trainctl.migration.configs.result import Why
 from trainctl.migration.configs.tables import load_table
@@ -90,6 +91,25 @@ def test_a_whole_file_gives_a_recipe_that_validates(tmp_path):
     assert refused.keys() == {"optimizer", "liger_rms_norm"}
     assert "beside frozen weights" in refused["optimizer"].reason
     assert "override /adapter: " in result.recipe and "Imported from axolotl.yaml" in result.recipe
+
+
+def test_what_the_command_says(tmp_path, capsys):
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(f"{FILE}saves_per_epoch: 2\nlora_rr: 3\n")
+    assert run(["config", "import", str(file)]) == 0
+    shown = capsys.readouterr()
+    assert "optimizer.lr=0.0002" in shown.out.splitlines()
+    said = " ".join(shown.err.split())
+    assert "left out: saves_per_epoch=2: checkpoints are made by steps or minutes" in said
+    assert "nearest: checkpoint.every_steps=N" in said and "no effect here: special_tokens" in said
+    assert "unknown: lora_rr=3" in said and "did you mean lora_r?" in said
+    assert 'left out: optimizer="paged_adamw_8bit"' in said
+    assert run(["config", "import", str(file), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tool"] == "axolotl" and report["missing"] == []
+    assert "lora_r" in report["carried"]
+    assert run(["config", "import", str(file), "--from", "axolot"]) == 2
+    assert "did you mean axolotl?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

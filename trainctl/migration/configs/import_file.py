@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,10 @@ def import_file(
         if not matching and _is_json(file) and len(files) == 1:
             return import_json_file(file, world_size)
         tool = detect(document, keys, file=str(file))
-    imported = import_document(
-        load_table(tool), document, folder=file.parent, world_size=world_size
-    )
+    table = load_table(tool)
+    imported = import_document(table, document, folder=file.parent, world_size=world_size)
     names = " and ".join(each.name for each in files)
-    return _settle(replace(imported, file=names), world_size)
+    return _settle(replace(imported, file=names), dict(flatten(document, table)), world_size)
 
 
 def _merge(documents: dict[Path, dict[str, Any]]) -> dict[str, Any]:
@@ -136,7 +136,9 @@ OF_THE_SHAPE = ("TC009", "TC021", "TC376", "TC378")
 """Rules whose answer depends on the model's shape, which a name on the hub does not tell."""
 
 
-def _settle(imported: ImportResult, world_size: int | None) -> ImportResult:
+def _settle(
+    imported: ImportResult, source: Mapping[str, Any], world_size: int | None
+) -> ImportResult:
     """Return the result with its findings, and without the techniques that a plan refuses."""
     while True:
         findings = _check(imported, world_size)
@@ -151,7 +153,7 @@ def _settle(imported: ImportResult, world_size: int | None) -> ImportResult:
         if not refused:
             return replace(imported, findings=(*imported.findings, *findings))
         key, finding = refused[0]
-        imported = imported.without(key, finding.message, finding.hint)
+        imported = imported.without(key, finding.message, finding.hint, source)
 
 
 def _check(imported: ImportResult, world_size: int | None) -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -222,13 +223,9 @@ def _take(conversion: Conversion, key: str, entry: TableEntry, value: Any) -> No
 
 def _result(conversion: Conversion) -> ImportResult:
     """Return the result, without settings that the chosen options do not have."""
-    from trainctl.config.compose import compose_leniently
-    from trainctl.config.schema import walk_leaves
-
     converted = conversion.converted
-    choices = [f"{group}={option}" for group, option in converted.choices.items()]
-    composed = compose_leniently([each for each in choices if not each.startswith("model=")])
-    known = [key for key, _, _ in walk_leaves(composed.config)]
+    choices = (f"{group}={option}" for group, option in converted.choices.items())
+    known = _keys_with(tuple(each for each in choices if not each.startswith("model=")))
     settings = {}
     for ours in sorted(converted.settings, key=lambda key: _place(key, known)):
         value = converted.settings[ours]
@@ -250,6 +247,15 @@ def _result(conversion: Conversion) -> ImportResult:
         tool=conversion.table.tool,
         findings=tuple(conversion.findings),
     )
+
+
+@cache
+def _keys_with(choices: tuple[str, ...]) -> list[str]:
+    """Return all keys of the schema with the chosen options, in its order."""
+    from trainctl.config.compose import compose_leniently
+    from trainctl.config.schema import walk_leaves
+
+    return [key for key, _, _ in walk_leaves(compose_leniently(choices).config)]
 
 
 def _place(key: str, known: list[str]) -> int:

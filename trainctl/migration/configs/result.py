@@ -65,11 +65,16 @@ class ImportResult:
     findings: tuple[Finding, ...] = ()
     """Warnings about the source, and what the resulting configuration lacks as errors."""
 
-    def without(self, key: str, reason: str, nearest: str) -> ImportResult:
-        """Return the result without trainctl's key or group, whose sources are left out."""
+    def without(
+        self, key: str, reason: str, nearest: str, source: Mapping[str, Any]
+    ) -> ImportResult:
+        """Return the result without trainctl's key or group, whose sources are left out.
+
+        Args:
+            source: Values of the source's keys.
+        """
         there = [each for each in self.origins.get(key, ()) if each in self.carried]
-        values = {**self.settings, **self.choices}
-        left = (LeftOutKey(each, values.get(key), reason, nearest) for each in there)
+        left = (LeftOutKey(each, source.get(each), reason, nearest) for each in there)
         return replace(
             self,
             choices={name: value for name, value in self.choices.items() if name != key},

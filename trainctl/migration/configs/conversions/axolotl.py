@@ -371,7 +371,7 @@ def saving(source: Conversion) -> None:
         source.leave(
             "saves_per_epoch",
             "checkpoints are made by steps or minutes, not by epochs",
-            "checkpoint.every_minutes=30",
+            "checkpoint.every_steps=N",
         )
         strategy = "steps" if strategy == "steps" else "none"
     trainer.convert_saving(source, str(strategy))
@@ -390,7 +390,7 @@ def evaluation(source: Conversion) -> None:
         source.leave(
             "evals_per_epoch",
             "evaluations are made by steps, and at the end, not by epochs",
-            "training.evaluate_every_steps=100",
+            "training.evaluate_every_steps=N",
         )
     strategy = "steps" if source.get("eval_steps") else source.get("eval_strategy") or "end"
     trainer.convert_evaluation(source, str(strategy))
@@ -510,11 +510,15 @@ KNOWN_MAPPINGS = {("role", "from"), ("content", "value"), ("role", "role"), ("co
 """Names in a turn that are read without being told."""
 
 
+AS_IT_IS = (("split", "train"), ("field_chosen", "chosen"), ("field_rejected", "rejected"))
+"""Keys of a dataset with the values that files are read with."""
+
+
 def _leave_of_dataset(source: Conversion, key: str, name: str) -> None:
     """Leave a key of a dataset out, with the reason; or note that it is read in any case."""
     value = source.leaves[key]
     last = name.rpartition(".")[2]
-    if value is None or (name == "split" and value == "train"):
+    if value is None or (name, value) in AS_IT_IS:
         source.leave(key, "all of it is read", why=Why.ignored)
     elif name in ("message_field_role", "message_field_content") or "mappings" in name:
         plain = last.removeprefix("message_field_")

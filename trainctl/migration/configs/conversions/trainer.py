@@ -149,13 +149,16 @@ def saving(source: Conversion) -> None:
 def convert_saving(source: Conversion, strategy: str) -> None:
     """Convert `save_steps` by a strategy: steps, no, best, none (said already), or epoch."""
     steps = source.number("save_steps")
-    source.set("checkpoint.every_minutes", None)
-    if strategy == "steps" and steps is not None and steps >= 1:
-        source.set("checkpoint.every_steps", int(steps), "save_steps")
-        return
     source.set("checkpoint.every_steps", None)
+    if strategy in ("steps", "no", "False", "best"):
+        source.set("checkpoint.every_minutes", None)
     if strategy == "steps":
-        source.leave("save_steps", "a fraction of the run has no key", "checkpoint.every_steps=N")
+        if steps is not None and steps >= 1:
+            source.set("checkpoint.every_steps", int(steps), "save_steps")
+        else:
+            source.leave(
+                "save_steps", "a fraction of the run has no key", "checkpoint.every_steps=N"
+            )
         return
     if source.given("save_steps"):
         source.leave("save_steps", f"save_strategy={strategy} replaces it", why=Why.ignored)
@@ -167,7 +170,8 @@ def convert_saving(source: Conversion, strategy: str) -> None:
         source.leave(
             "save_strategy",
             "checkpoints are made by steps or minutes, not by epochs",
-            "checkpoint.every_steps=N or checkpoint.every_minutes=N",
+            "checkpoint.every_steps=N",
+            value=strategy,
         )
 
 
@@ -199,6 +203,7 @@ def convert_evaluation(source: Conversion, strategy: str) -> None:
             "eval_strategy",
             "evaluations are made by steps, and at the end, not by epochs",
             "training.evaluate_every_steps=N",
+            value=strategy,
         )
 
 
