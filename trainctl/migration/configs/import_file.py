@@ -127,7 +127,14 @@ def _with_numbers(value: Any) -> Any:
     return float(value) if isinstance(value, str) and EXPONENT.match(value) else value
 
 
-YIELDING = ("activation_checkpointing", "kernels", "offload", "optimizer.kind", "training.freeze")
+YIELDING = (
+    "activation_checkpointing",
+    "kernels",
+    "launcher",
+    "offload",
+    "optimizer.kind",
+    "training.freeze",
+)
 """Keys and groups that only say how something is computed, or of which parameters: if a plan
 refuses one beside the rest, it is left out.
 """

@@ -261,7 +261,11 @@ def precision(source: Conversion) -> None:
 def recomputation(source: Conversion) -> None:
     """Convert recomputation, which is on unless it is disabled."""
     is_off = source.get("disable_gradient_checkpointing") is True
-    names = ("disable_gradient_checkpointing", "gradient_checkpointing")
+    names = (
+        "disable_gradient_checkpointing",
+        "activation_checkpointing",
+        "fsdp_config.activation_checkpointing",
+    )
     if not source.given("recompute_granularity"):
         source.set("activation_checkpointing", "none" if is_off else "full", *names)
 
