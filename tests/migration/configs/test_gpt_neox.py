@@ -67,7 +67,7 @@ def files(tmp_path):
 
 def convert(text, **more):
     document = {**(yaml.safe_load(text) if isinstance(text, str) else text), **more}
-    return import_document(load_table("gpt-neox"), document, folder=Path())
+    return import_document(load_table("gpt_neox"), document, folder=Path())
 
 
 def left(result, why=Why.left):
@@ -76,7 +76,7 @@ def left(result, why=Why.left):
 
 def test_two_files_are_one_run(files):
     result = import_file(*files)
-    assert result.tool == "gpt-neox" and not left(result, Why.unknown)
+    assert result.tool == "gpt_neox" and not left(result, Why.unknown)
     assert result.choices == {
         "model": "llama-7b",
         "optimizer": "adamw",
@@ -150,7 +150,7 @@ def test_keys_in_two_files_are_refused(files):
 )  # fmt: skip
 def test_widths_of_feed_forward_layers(keys, width):
     """11008 is Llama 7B's, as NeoX's configs/llama/7B.yml has it."""
-    source = Conversion(load_table("gpt-neox"), keys, Path(), None)
+    source = Conversion(load_table("gpt_neox"), keys, Path(), None)
     assert feed_forward_width(source) == width
 
 

@@ -441,7 +441,8 @@ def data(source: Conversion) -> None:
         }
         source.set("data.sources", mixture, "train_data_weights")
     else:
-        source.set("data.paths", paths, name)
+        if paths:
+            source.set("data.paths", paths, name)
         if source.given("train_data_weights"):
             source.leave("train_data_weights", "there is not one weight for each path")
     held_out = [f"{path}.bin" for path in source.texts("valid_data_paths")]
@@ -502,35 +503,26 @@ def saving(source: Conversion) -> None:
         source.set("checkpoint.every_minutes", None)
 
 
-TOKENIZERS = {"HFTokenizer": "file", "HFGPT2Tokenizer": "hf"}
+GPT2 = ("GPT2BPETokenizer", "HFGPT2Tokenizer")
+OF_GPT2 = "hf download openai-community/gpt2 --local-dir DIR, and tokenizer.path=DIR"
 
 
 def tokenizer(source: Conversion) -> None:
     """Convert the tokenizer; token files need it to find the end of a document, and to sample."""
     kind, file = str(source.get("tokenizer_type")), source.get("vocab_file")
-    option = TOKENIZERS.get(kind)
-    nearest = "tokenizer=hf tokenizer.path=DIR"
-    if option == "file" and file:
+    if kind == "HFTokenizer" and file:
         source.set("tokenizer", "file", "tokenizer_type")
-        source.set("tokenizer.path", file, "vocab_file")
-    elif option == "hf":
-        source.set("tokenizer", "hf", "tokenizer_type")
-        source.set("tokenizer.path", file or "openai-community/gpt2", "vocab_file")
-    else:
-        source.set("tokenizer", "hf")
-        if kind == "GPT2BPETokenizer":
-            source.set("tokenizer.path", "openai-community/gpt2")
-            reason, nearest = "GPT-2's tokenizer is that of its model's directory", ""
-            why = Why.ignored
-        else:
-            reason, why = f"there is no {kind}", Why.left
-            if option == "file":
-                reason, nearest = "vocab_file is not set", "tokenizer=file tokenizer.path=FILE"
-        for name in ("tokenizer_type", "vocab_file"):
-            if source.given(name):
-                source.leave(name, reason, nearest, why)
-    if source.given("merge_file"):
-        source.leave("merge_file", "the tokenizer's file has the merges", nearest, Why.ignored)
+        source.set("tokenizer.path", str(file), "vocab_file")
+        return
+    source.set("tokenizer", "hf")
+    reason, nearest = f"there is no {kind}", "tokenizer=hf tokenizer.path=DIR"
+    if kind == "HFTokenizer":
+        reason, nearest = "vocab_file is not set", "tokenizer=file tokenizer.path=FILE"
+    elif kind in GPT2:
+        reason, nearest = "a tokenizer is a directory of transformers or a tokenizer.json", OF_GPT2
+    for name in ("tokenizer_type", "vocab_file", "merge_file"):
+        if source.given(name):
+            source.leave(name, reason, nearest)
 
 
 def objective(source: Conversion) -> None:

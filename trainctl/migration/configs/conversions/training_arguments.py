@@ -14,15 +14,16 @@ def optimizer(source: Conversion) -> None:
     if source.get("adafactor") is True:
         source.leave("adafactor", optimizers.WHY_NOT["adafactor"], "optimizer=adafactor")
         source.set("optimizer", "adamw")
-    else:
-        optimizers.choose(source, "optim")
+    elif source.table.keys["optim"].convert == "training_arguments.optimizer":
+        optimizers.choose(source, "optim")  # a table that extends this one may read it otherwise
 
 
 def recomputation(source: Conversion) -> None:
     """Convert the recomputation of blocks, by the model or by FSDP."""
     names = ("activation_checkpointing", "fsdp_config.activation_checkpointing")
     asked = [name for name in names if source.get(name) is True]
-    source.set("activation_checkpointing", "full" if asked else "none", *(asked or names))
+    if asked or "activation_checkpointing" not in source.converted.choices:
+        source.set("activation_checkpointing", "full" if asked else "none", *(asked or names))
 
 
 def deepspeed(source: Conversion) -> None:
@@ -85,3 +86,11 @@ def ranks(source: Conversion) -> None:
         size = processes * source.count(names[0]) * source.count(names[1])
         source.converted.settings.pop("training.gradient_accumulation_steps", None)
         source.set("training.global_batch_size", size, "distributed_state.num_processes")
+
+
+def project(source: Conversion) -> None:
+    """Convert the project of trackio, which has a value for every tracker there."""
+    if "trackio" in (source.converted.settings.get("logging.to") or []):
+        source.set("logging.trackio.project", source.get("project"), "project")
+    elif source.given("project"):
+        source.leave("project", "trackio alone has it", why=Why.ignored)

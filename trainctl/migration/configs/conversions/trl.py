@@ -120,12 +120,13 @@ def data(source: Conversion) -> None:
     is_evaluated = str(source.get("eval_strategy")) not in ("no", "False")
     parts = _parts(source, splits[0])
     if all(share == 1 for _, _, _, share in parts):
-        paths = [_place(source, *place) for *place, _ in parts]
-        source.set("data.paths", paths, "dataset_name")
+        if parts:
+            paths = [_place(source, *place) for *place, _ in parts]
+            source.set("data.paths", paths, "dataset_name")
     else:
         _mixture(source, kind, parts)
     names = {name: configuration for name, configuration, _, _ in parts}
-    if is_evaluated and len(splits) > 1 and not source.given("dataset_mixture"):
+    if parts and is_evaluated and len(splits) > 1 and not source.given("dataset_mixture"):
         held_out = [_place(source, *each, splits[1]) for each in names.items()]
         source.set("data.held_out_paths", held_out, "dataset_name")
     if source.given("dataset_text_field"):
