@@ -162,6 +162,9 @@ def _step_differences(
             yield TensorDifference(step, "loss", "", None, _relative(was, now), of_loss, ratio)
         for name in names:
             expected = max(unit, spread[name])
+            if kind is RecordedKind.update:
+                square = recorded.roundings.get(name, 0.0)
+                expected = max(expected, float(_root_share(square, one[name].lines[:, 0].sum())))
             of_loss = expected if kind is RecordedKind.forward else of_loss
             ratio = _ratio(one[name], other[name])
             size = distance(one[name], other[name], kind)

@@ -81,6 +81,10 @@ class Recording:
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Size of each tensor along the axes of `Summary.lines` and `Summary.columns`, by name."""
     summaries: dict[Key, Summary] = field(default_factory=dict)
+    roundings: dict[str, float] = field(default_factory=dict)
+    """Sum of squares of the rounding of each master weight after the last step, by parameter: an
+    update cannot be more exact.
+    """
 
     def write(self, path: Path, stage: int) -> None:
         """Write a rank's recording; `stage` is the index of its pipeline stage.
@@ -91,7 +95,8 @@ class Recording:
         arrays: dict[str, Any] = {}
         for (step, kind, name), summary in self.summaries.items():
             arrays |= {f"{step}/{kind}/{name}/{part}": v for part, v in asdict(summary).items()}
-        about = {"stage": stage, "order": self.order, "losses": self.losses, "sizes": self.sizes}
+        about = {name: getattr(self, name) for name in ("order", "losses", "sizes", "roundings")}
+        about["stage"] = stage
         content = io.BytesIO()
         np.savez(content, about=np.array(json.dumps(about)), **arrays)
         write_bytes(path, content.getvalue())
@@ -126,6 +131,8 @@ def read_recording(run: RunPaths) -> Recording:
         whole.order += [name for name in rank.order if name not in set(whole.order)]
         whole.losses |= rank.losses
         whole.sizes |= rank.sizes
+        for name, square in rank.roundings.items():
+            whole.roundings[name] = whole.roundings.get(name, 0.0) + square
         for key, summary in rank.summaries.items():
             known = whole.summaries.get(key)
             whole.summaries[key] = summary if known is None else known + summary
@@ -140,6 +147,7 @@ def _read_ranks(folder: Path) -> Iterator[tuple[int, Recording]]:
                 order=about["order"],
                 losses={int(step): loss for step, loss in about["losses"].items()},
                 sizes={name: (rows, columns) for name, (rows, columns) in about["sizes"].items()},
+                roundings=about["roundings"],
             )
             for entry in stored.files:
                 if entry.endswith("/lines"):

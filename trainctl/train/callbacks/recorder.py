@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -113,11 +113,8 @@ class TensorRecorder(Callback):
         found.losses[context.step] = context.loss if context.loss is not None else float("nan")
         updates: dict[str, Summary] = {}
         if self._weights is not None:
-            counted = (part for part in context.weights() if part.is_counted)
-            updates = self._parameters(
-                (part.name, part.indices(), part.values.cpu().float() - before)
-                for part, before in zip(counted, self._weights, strict=True)
-            )
+            found.roundings.clear()
+            updates = self._parameters(self._updates(context, self._weights))
         of_kinds = {
             RecordedKind.forward: {n: _on_host(each) for n, each in self._activations.items()},
             RecordedKind.gradient: self._gradients,
@@ -257,6 +254,19 @@ class TensorRecorder(Callback):
             _grouped(lines, line_group.to(device), min(self._samples, GROUPS)),
             _grouped(columns, features * groups // count, groups),
         )
+
+    def _updates(
+        self, context: Context, before: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield name, indices and change of each counted piece of the weights."""
+        counted = (part for part in context.weights() if part.is_counted)
+        roundings = self._recording.roundings
+        for part, old in zip(counted, before, strict=True):
+            new = part.values.cpu()
+            unit = torch.finfo(new.dtype).eps / 4  # root mean square of rounding to nearest
+            square = float(new.double().square().sum()) * unit**2
+            roundings[part.name] = roundings.get(part.name, 0.0) + square
+            yield part.name, part.indices(), new.float() - old
 
     def _parameters(
         self, parts: Iterator[tuple[str, torch.Tensor, torch.Tensor]]
