@@ -14,6 +14,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
+from trainctl.migration.checkpoints import to_universal
 from trainctl.migration.checkpoints.source import open_source
 from trainctl.migration.checkpoints.to_dcp import export_dcp
 from trainctl.migration.checkpoints.to_trainer import export_trainer
@@ -58,9 +59,6 @@ LAYOUTS = {
 }
 """Layout of each tool's journey."""
 
-BACK = {"trainer": export_trainer, "fsdp2": export_dcp, "fsdp2-flat": export_dcp}
-"""Export from which each tool continues."""
-
 
 def config_of_run() -> RunConfig:
     """Return a tiny model of two layers, with Adam at a constant rate."""
@@ -76,6 +74,19 @@ def config_of_run() -> RunConfig:
     )
     config.schedule = new_section("schedule", "constant", warmup_fraction=0.0)
     return config
+
+
+def export_for(tool: str, config: RunConfig, checkpoint: Path, out: Path) -> None:
+    """Export what the tool continues from; the Trainer with DeepSpeed needs two exports in one."""
+    if tool.startswith("fsdp2"):
+        export_dcp(config, checkpoint, out)
+        return
+    export_trainer(config, checkpoint, out)
+    if tool != "trainer":
+        universal = out.with_name("universal")
+        to_universal.export(config, checkpoint, universal)
+        for path in universal.iterdir():
+            path.rename(out / path.name)
 
 
 def train_in_tools(folder: Path, tools: list[str]) -> dict[str, Losses]:
@@ -113,7 +124,7 @@ def continue_in_tools(folder: Path, expected: dict[str, Losses]) -> dict[str, fl
         run, root = RunPaths(folder / tool / "run"), folder / tool
         out = _saved(root / "back", tool, LEFT)
         config = LAYOUTS[tool].plan().config
-        BACK[tool](config, run.checkpoints / f"step-{LEFT:08d}", out)
+        export_for(tool, config, run.checkpoints / f"step-{LEFT:08d}", out)
         case = Case(tiny_plan(config_of_run(), 2), RunPaths(root))
         trainings.append(Training(case, tool, (Leg(STEPS, load=out),)))
     losses = dict(zip(expected, train(PROCESSES, trainings), strict=True))

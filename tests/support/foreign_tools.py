@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import PreTrainedModel
 
@@ -122,6 +122,15 @@ class _InOrder(Trainer):
         return SequentialSampler(self.train_dataset)
 
 
+class _StepTensors(TrainerCallback):
+    """Makes the step counts of a loaded universal checkpoint tensors, as torch's Adam needs."""
+
+    def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        for state in getattr(optimizer, "state", {}).values():
+            if "step" in state and not torch.is_tensor(state["step"]):
+                state["step"] = torch.tensor(float(state["step"]))
+
+
 def _train_trainer(training: Training, leg: Leg) -> Losses:
     plan = training.case.plan
     optimizer, batch = plan.config.optimizer, plan.batch
@@ -152,7 +161,10 @@ def _train_trainer(training: Training, leg: Leg) -> Losses:
         deepspeed=None if stage is None else _deepspeed(stage, leg),
     )
     made = _InOrder(
-        _model(training), arguments, train_dataset=[{"input_ids": r, "labels": r} for r in tokens]
+        _model(training),
+        arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        callbacks=[_StepTensors()],
     )
     made.train(resume_from_checkpoint=None if leg.load is None else str(leg.load))
     # Otherwise the next tool in these processes would still be told of DeepSpeed.
@@ -171,6 +183,7 @@ def _deepspeed(stage: int, leg: Leg) -> dict[str, Any]:
         "gradient_clipping": "auto",
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": leg.load is not None and leg.load.parent.name == "back"},
     }
 
 

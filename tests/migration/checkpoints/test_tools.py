@@ -4,7 +4,7 @@ With the tools themselves, on two processes.
 """
 
 import pytest
-from foreign_journeys import BACK, LAYOUTS, continue_in_tools, continue_in_trainctl, train_in_tools
+from foreign_journeys import LAYOUTS, continue_in_tools, continue_in_trainctl, train_in_tools
 
 LARGEST = 1e-5
 
@@ -15,6 +15,6 @@ def test_a_training_goes_on_with_the_same_losses_there_and_back(tmp_path):
     there = continue_in_trainctl(tmp_path, expected)
     print(there)
     assert max(there.values()) < LARGEST, there
-    back = continue_in_tools(tmp_path, {tool: expected[tool] for tool in BACK})
+    back = continue_in_tools(tmp_path, expected)
     print(back)
     assert max(back.values()) < LARGEST, back
