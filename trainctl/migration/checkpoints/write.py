@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -360,7 +361,7 @@ def _write_files(
             for index, numel in enumerate(numels)
             for state in states
         }
-        size, digest = write_stream(folder / file, layout, pieces(listed))
+        size, digest = write_stream(folder / file, layout, _read_ahead(pieces(listed)))
         files.append({"name": file, "bytes": size, "sha256": digest})
         fragments += [
             {
@@ -374,6 +375,15 @@ def _write_files(
             for index, (name, numel) in enumerate(zip(listed, numels, strict=True))
         ]
     return files, fragments
+
+
+def _read_ahead(pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the pieces, of which a thread reads the next one while the last is written."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        following = thread.submit(next, pieces, None)
+        while (piece := following.result()) is not None:
+            following = thread.submit(next, pieces, None)
+            yield piece
 
 
 def _split_into_files(
