@@ -39,13 +39,21 @@ class Journey:
     """Layout in trainctl, a key of `TARGETS`."""
     back: int
     """ZeRO stage in DeepSpeed afterwards, on two ranks."""
-    two_groups: bool = True
-    """Whether vectors are a parameter group of their own, without weight decay."""
+    axis: str = "data"
+    """Axis of the source's ranks: `data`, `pipeline` (`PipelineModule`) or `tensor` (AutoTP)."""
 
     @property
     def name(self) -> str:
-        return f"zero{self.stage}-{self.processes}-{self.target}-zero{self.back}"
+        return f"zero{self.stage}-{self.axis}{self.processes}-{self.target}-zero{self.back}"
 
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Keys of the model; AutoTP cuts the output's weight and not the embedding's."""
+        return {"model__tie_word_embeddings": self.axis != "tensor"}
+
+
+GROUPS = {"two_groups": True}
+"""Vectors are a parameter group of their own, without weight decay, as in trainctl."""
 
 TARGETS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "1 process": (1, {"zero_stage__stage": 0}),
@@ -63,6 +71,8 @@ JOURNEYS = (
     Journey(3, 2, "pipeline 2", 1),
     Journey(1, 4, "tensor 2", 1),
     Journey(3, 4, "ZeRO 1", 3),
+    Journey(1, 2, "1 process", 2, axis="pipeline"),
+    Journey(1, 2, "FSDP2", 2, axis="tensor"),
 )
 
 
@@ -129,10 +139,15 @@ def _train_sources(folder: Path, journeys: Iterable[Journey]) -> dict[Journey, d
     for processes, listed in by_size.items():
         trainings = []
         for journey in listed:
-            case = Case(_plan(processes), RunPaths(folder / journey.name / "data"))
-            at, groups = saved_by_deepspeed(folder, journey), {"two_groups": journey.two_groups}
-            trainings.append(Training(case, journey.stage, SAVED, save=at, **groups))
-            trainings.append(Training(case, journey.stage, LAST, load=at, **groups))
+            is_cut, at = journey.axis != "data", saved_by_deepspeed(folder, journey)
+            keys = {f"parallelism__{journey.axis}": processes} if is_cut else {}
+            plan = _plan(processes, **journey.model, **keys)
+            case = Case(plan, RunPaths(folder / journey.name / "data"))
+            kind: dict[str, Any] = {"pipeline": journey.axis == "pipeline", **GROUPS}
+            if journey.axis == "tensor":
+                kind["settings"] = {"tensor_parallel": {"autotp_size": processes}}
+            trainings.append(Training(case, journey.stage, SAVED, save=at, **kind))
+            trainings.append(Training(case, journey.stage, LAST, load=at, **kind))
         curves = plain_deepspeed.train(processes, trainings)
         found |= dict(zip(listed, curves[1::2], strict=True))
     return found
@@ -143,7 +158,7 @@ def _continue_imported(folder: Path, journeys: Iterable[Journey]) -> None:
     by_size: dict[int, list[Case]] = {}
     for journey in journeys:
         processes, keys = TARGETS[journey.target]
-        plan = _plan(processes, stop_after_steps=LEFT, **keys)
+        plan = _plan(processes, stop_after_steps=LEFT, **journey.model, **keys)
         run = _run(folder, journey)
         import_source(open_source(saved_by_deepspeed(folder, journey)), plan, run.root)
         by_size.setdefault(processes, []).append(Case(plan, run))
@@ -157,10 +172,9 @@ def _continue_exported(
     """Export what trainctl saved, and continue it with plain DeepSpeed; return the losses."""
     trainings = []
     for journey in journeys:
-        case = Case(_plan(2), RunPaths(folder / journey.name / "data"))
+        case = Case(_plan(2, **journey.model), RunPaths(folder / journey.name / "data"))
         newest = checkpoints.list_checkpoints(_run(folder, journey))[-1]
         out = folder / journey.name / "universal"
         export(case.plan.config, newest.path, out)
-        groups = {"two_groups": journey.two_groups}
-        trainings.append(Training(case, journey.back, LAST, load=out, universal=True, **groups))
+        trainings.append(Training(case, journey.back, LAST, load=out, universal=True, **GROUPS))
     return dict(zip(journeys, plain_deepspeed.train(2, trainings), strict=True))

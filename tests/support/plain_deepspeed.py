@@ -6,7 +6,7 @@ trainctl's own order, so that losses can be compared with those of a run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,17 @@ from typing import Any
 import deepspeed
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from rank_processes import Case, prepare_once, server
 from ranks import _joined
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from trainctl.data.corpora import load_corpora
+from trainctl.engines.micro_batch import MicroBatch
 from trainctl.engines.process import Process
 from trainctl.train.data import TrainingData
 from trainctl.train.models.model import materialise, skeleton, whole_pieces
@@ -47,6 +54,8 @@ class Training:
     """Whether vectors are a parameter group of their own, without weight decay."""
     frozen: tuple[str, ...] = ()
     """Parameters that do not train."""
+    pipeline: bool = False
+    """Whether each rank is a stage of DeepSpeed's `PipelineModule`."""
 
 
 def train(world_size: int, trainings: list[Training]) -> list[dict[int, float]]:
@@ -65,7 +74,9 @@ def train_on_rank(trainings: list[Training]) -> list[dict[int, float]]:
 
 def _train(training: Training, process: Process) -> dict[int, float]:
     plan = training.case.plan
-    model = _model(training)
+    model: torch.nn.Module = _model(training)
+    if training.pipeline:
+        model = pipeline_module(model, process.world_size)
     groups = _groups(model, training)
     config = _config(training, process.world_size)
     engine, *_ = deepspeed.initialize(
@@ -78,10 +89,14 @@ def _train(training: Training, process: Process) -> dict[int, float]:
             if not torch.is_tensor(state["step"]):  # torch's Adam needs a tensor (ZeRO 3)
                 state["step"] = torch.tensor(float(state["step"]))
     corpora = load_corpora(training.case.run.corpus, plan.config.data)
-    data = TrainingData.of(plan, corpora, data_rank=process.rank, data_size=process.world_size)
+    size = plan.mesh.data
+    data = TrainingData.of(plan, corpora, data_rank=process.rank % size, data_size=size)
     losses = {}
     for step in range(engine.global_steps, training.steps):
         batches = data.step(step * plan.batch.global_batch_size, plan.batch)
+        if training.pipeline:
+            losses[step + 1] = float(engine.train_batch(_pairs(batches)))
+            continue
         total = torch.zeros(())
         for batch in batches:
             logits = engine(input_ids=batch.model_inputs(torch.device("cpu"))["input_ids"]).logits
@@ -92,7 +107,7 @@ def _train(training: Training, process: Process) -> dict[int, float]:
             total += loss.detach() / len(batches)
         (losses[step + 1],) = (each / process.world_size for each in process.sum(float(total)))
     if training.save is not None:
-        engine.save_checkpoint(str(training.save), client_state={"universal_checkpoint_info": {}})
+        engine.save_checkpoint(str(training.save))
     process.barrier()
     engine.destroy()
     return losses
@@ -106,6 +121,58 @@ def _model(training: Training) -> torch.nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in training.frozen)
     return model
+
+
+def _pairs(batches: Iterable[MicroBatch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return ((batch.input_ids, batch.labels) for batch in batches)
+
+
+class _Embedding(torch.nn.Embedding):
+    """First and last layer of a pipeline, with one weight."""
+
+    @staticmethod
+    def scores(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, module.weight)
+
+
+class _Block(LlamaDecoderLayer):
+    """Decoder layer that makes its own positions."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__(config, index)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(hidden.shape[1]).unsqueeze(0)
+        return super().forward(
+            hidden, position_ids=positions, position_embeddings=self.rotary(hidden, positions)
+        )
+
+
+def pipeline_module(model: Any, stages: int) -> torch.nn.Module:
+    """Return a Llama with tied embeddings as layers of a pipeline, with its weights."""
+    config = model.config
+    embedding = (config.vocab_size, config.hidden_size)
+    made = PipelineModule(
+        [
+            TiedLayerSpec("embed", _Embedding, *embedding),
+            *(LayerSpec(_Block, config, index) for index in range(config.num_hidden_layers)),
+            LayerSpec(LlamaRMSNorm, config.hidden_size, config.rms_norm_eps),
+            TiedLayerSpec("embed", _Embedding, *embedding, forward_fn=_Embedding.scores),
+        ],
+        num_stages=stages,
+        loss_fn=lambda scores, labels: F.cross_entropy(scores.flatten(0, 1), labels.flatten()),
+        partition_method="uniform",
+    )
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            layer, _, rest = name.partition(".")
+            source = "model.norm.weight" if rest == "weight" else "model.embed_tokens.weight"
+            if layer.isdecimal() and rest != "weight":
+                source = f"model.layers.{int(layer) - 1}.{rest}"
+            parameter.copy_(weights[source])
+    return made
 
 
 def _groups(model: torch.nn.Module, training: Training) -> Any:
@@ -123,7 +190,8 @@ def _config(training: Training, world_size: int) -> dict[str, Any]:
     plan = training.case.plan
     optimizer, batch = plan.config.optimizer, plan.batch
     return {
-        "train_batch_size": batch.global_batch_size,
+        # DeepSpeed counts tensor-parallel ranks as replicas here.
+        "train_batch_size": batch.global_batch_size * plan.mesh.tensor,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_clipping": optimizer.gradient_clipping,
         "optimizer": {

@@ -26,6 +26,11 @@ from typing import Any
 import torch
 
 from trainctl.errors import TrainctlError
+from trainctl.migration.checkpoints.model_parallel import (
+    UNIVERSAL,
+    PipelineSource,
+    TensorParallelSource,
+)
 from trainctl.migration.checkpoints.names import order_by_shape
 from trainctl.migration.checkpoints.source import Source, SourceProgress
 from trainctl.migration.checkpoints.unpickle import LazyTensor, Record, TorchFile, damaged
@@ -33,12 +38,8 @@ from trainctl.train.checkpoint.optimizer_state import MASTER
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_SLICED_LAYER = re.compile(r"layer_\d+-model_(?!00-)\d+-model_states\.pt")
 _EXPERTS = re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*")
-
-_UNIVERSAL = (
-    "convert it to a universal checkpoint where it was trained: "
-    "python -m deepspeed.checkpoint.ds_to_universal --input_folder DIR --output_folder OUT"
-)
 
 Shape = tuple[int, ...]
 
@@ -85,15 +86,23 @@ def open_source(directory: Path) -> Source:
     if experts:
         raise TrainctlError(f"{folder / experts[0]}: experts of DeepSpeed's MoE are not read")
     models = _grid(folder, _MODEL, names)
-    if len(models) > 1:
-        raise TrainctlError(
-            f"{folder} is cut over {len(models)} model-parallel ranks", hint=_UNIVERSAL
-        )
     shards = _grid(folder, _OPTIMIZER, names)
     lonely = sorted(shards.keys() - models.keys())
     if lonely:
         raise damaged(shards[lonely[0]][0], "the weights of its model-parallel rank are missing")
-    return DeepSpeedSource(directory, models[0], shards.get(0, []))
+    ranks = [DeepSpeedSource(directory, models[rank], shards.get(rank, [])) for rank in models]
+    size = ranks[0].model_parallel_size
+    missing = [rank for rank in range(size) if rank not in models]
+    if missing:
+        name = models[min(models)][0].name.replace(f"{min(models):02d}_m", f"{missing[0]:02d}_m")
+        raise damaged(folder / name, f"it is missing: {size} model-parallel ranks saved")
+    if size == 1:
+        return ranks[0]
+    if not any(name.startswith("layer_") for name in names):
+        return TensorParallelSource(directory, ranks, ranks[0].universal_info)
+    if any(_SLICED_LAYER.fullmatch(name) for name in names):
+        raise TrainctlError(f"{folder} is cut over pipeline and tensor ranks", hint=UNIVERSAL)
+    return PipelineSource(directory, ranks)
 
 
 def _grid(folder: Path, pattern: re.Pattern[str], names: Sequence[str]) -> dict[int, list[Path]]:
@@ -119,7 +128,7 @@ def _grid(folder: Path, pattern: re.Pattern[str], names: Sequence[str]) -> dict[
 
 
 class DeepSpeedSource(Source):
-    """A checkpoint of DeepSpeed that is not cut over model-parallel ranks."""
+    """The files of one model-parallel rank of a checkpoint: usually all of it."""
 
     format = "deepspeed"
 
@@ -147,6 +156,17 @@ class DeepSpeedSource(Source):
         states = {state for each in self._segments.values() for s in each for state in s.tensors}
         self.states = (MASTER, *sorted(states - {MASTER}))
         self._read_progress(optimizer or self._facts.get("optimizer") or {})
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of ranks that the model is cut over."""
+        return int(self._facts.get("mp_world_size") or 1)
+
+    @property
+    def universal_info(self) -> Mapping[str, Any]:
+        """Patterns that say how parameters are cut over tensor-parallel ranks."""
+        found = self._facts.get("universal_checkpoint_info")
+        return found if isinstance(found, dict) else {}
 
     def read(self, parameter: str, state: str, start: int, end: int) -> torch.Tensor:
         result = torch.empty(end - start)
@@ -326,10 +346,14 @@ class DeepSpeedSource(Source):
     def _read_progress(self, optimizer: Mapping[str, Any]) -> None:
         facts, groups = self._facts, _parameter_groups(optimizer)
         first = groups[0] if groups else {}
-        configured = ((facts.get("ds_config") or {}).get("optimizer") or {}).get("params")
+        config = facts.get("ds_config") or {}
+        configured = (config.get("optimizer") or {}).get("params")
+        # AutoTP's ranks are counted as replicas.
+        overcount = (config.get("tensor_parallel") or {}).get("autotp_size") or 1
+        samples = facts.get("global_samples")
         self.progress = SourceProgress(
             step=facts.get("global_steps"),
-            samples=facts.get("global_samples"),
+            samples=None if samples is None else samples // overcount,
             learning_rate=_number(first.get("lr")),
         )
         self.hyperparameters = hyperparameters(groups or ([configured] if configured else ()))
