@@ -73,9 +73,9 @@ def import_config(
     """Print the choices and overrides for a configuration of another program.
 
     The program is DeepSpeed, accelerate, the Trainer (TrainingArguments), TRL, Axolotl,
-    LLaMA-Factory, GPT-NeoX or torchtitan. What is not carried over is said on stderr, with the nearest that there
-    is; so is what the result lacks. What trainctl has no key for in DeepSpeed's JSON becomes
-    deepspeed.*.
+    LLaMA-Factory, GPT-NeoX or torchtitan. What is not carried over is said on stderr, with the
+    nearest that there is; so is what the result lacks. What trainctl has no key for in DeepSpeed's
+    JSON becomes deepspeed.*.
 
     Examples: trainctl config import ds_config.json --world-size 8 --recipe > recipes/mine.yaml;
     trainctl config import axolotl.yaml

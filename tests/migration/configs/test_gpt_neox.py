@@ -128,6 +128,7 @@ def test_two_files_are_one_run(files):
     }
     assert {key: result.settings.get(key) for key in expected} == expected
     assert result.missing == ()
+    assert {each.key for each in result.findings} == {"data.paths"}  # the file is not here
     assert left(result) == {}
     assert {*left(result, Why.default)} == {"output_layer_init_method", "eval_iters"}
 
@@ -184,7 +185,8 @@ def test_gpt2_and_mistral():
 def test_a_vocabulary_that_nobody_says_is_missing(tmp_path):
     (tmp_path / "a.yml").write_text(LLAMA.replace("}", '"tokenizer_type": "HFTokenizer"}'))
     result = import_file(tmp_path / "a.yml")
-    assert "model.vocab_size" in {each.key for each in result.missing}
+    lacking = {"model.vocab_size", "data.paths", "training.steps"}
+    assert lacking <= {each.key for each in result.missing}
 
 
 def test_schedules_and_their_ends():

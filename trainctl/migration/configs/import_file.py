@@ -158,7 +158,8 @@ def _settle(
             if key in keys
         ]
         if not refused:
-            return replace(imported, findings=(*imported.findings, *findings))
+            absent = _missing_files(imported)
+            return replace(imported, findings=(*imported.findings, *findings, *absent))
         key, finding = refused[0]
         imported = imported.without(key, finding.message, finding.hint, source)
 
@@ -172,13 +173,13 @@ def _check(imported: ImportResult, world_size: int | None) -> list[Finding]:
     from trainctl.hardware import resolve_hardware
     from trainctl.rules.resolve import resolve
 
-    path = imported.settings.get("model.path")
     overrides = list(imported.overrides)
     findings = []
-    if imported.choices.get("model") == "hf" and not (path and Path(str(path)).is_dir()):
+    is_stand_in = _needs_stand_in(imported)
+    if is_stand_in:
         overrides = [each for each in overrides if not each.startswith(OF_THE_MODEL)]
         overrides += ["model=llama-8b", "tokenizer=hf", "tokenizer.path=DIR"]
-        findings.append(_model_finding(path))
+        findings.append(_model_finding(imported.settings.get("model.path")))
     if not any(each.startswith("hardware=") for each in overrides):
         is_counted = "hardware.devices_per_node" in imported.settings
         ranks = "" if is_counted else f"{world_size or _fewest_ranks(imported)}x"
@@ -188,8 +189,37 @@ def _check(imported: ImportResult, world_size: int | None) -> list[Finding]:
     if not composed.has_error:
         resolution = resolve(composed.config, resolve_hardware(composed.config.hardware))
         findings += [each for each in resolution.findings if each.is_error]
-    is_stand_in = any("model=llama-8b" in each for each in overrides)
     return [each for each in findings if not (is_stand_in and each.rule in OF_THE_SHAPE)]
+
+
+def _needs_stand_in(imported: ImportResult) -> bool:
+    """Return True if the model is a directory that is not here, or is not named."""
+    path = imported.settings.get("model.path")
+    return imported.choices.get("model") == "hf" and not (path and Path(str(path)).is_dir())
+
+
+def _missing_files(imported: ImportResult) -> list[Finding]:
+    """Return what files the result lacks: errors for unnamed ones, warnings for absent ones.
+
+    Places in a store or on the hub are not asked.
+    """
+    from trainctl.config.compose import compose_leniently
+    from trainctl.tuning.input_files import NO_TEMPLATE, missing_files
+
+    data = {key: value for key, value in imported.settings.items() if key.startswith("data.")}
+    skipped: tuple[str, ...] = ("data=", "data.") if "://" in str(data) else ()
+    is_stand_in = _needs_stand_in(imported)
+    skipped += OF_THE_MODEL if is_stand_in else ()
+    composed = compose_leniently([x for x in imported.overrides if not x.startswith(skipped)])
+    if composed.has_error:
+        return []
+    found = [each for each in missing_files(composed.config) if each.is_error]
+    if is_stand_in:  # the model's directory has a tokenizer and a template
+        found = [x for x in found if x.rule != NO_TEMPLATE and not x.key.startswith("tokenizer")]
+    return [
+        replace(each, severity=Severity.warning) if imported.settings.get(each.key) else each
+        for each in found
+    ]
 
 
 OF_THE_MODEL = ("model=", "model.path=", "model.weights=", "tokenizer=", "tokenizer.path=")
