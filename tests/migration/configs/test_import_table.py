@@ -168,7 +168,7 @@ def test_every_target_of_a_table_exists(tool):
         ), name
         assert not entry.same_as or entry.same_as in found.keys
         if entry.convert:
-            assert callable(converter(entry.convert)), name
+            assert callable(converter(entry.convert)) and entry.to, name
         assert all(target in GROUPS or exists(target) for target in entry.to), name
         for value in entry.values.values():
             if not isinstance(value, dict) and entry.key:
