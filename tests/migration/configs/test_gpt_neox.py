@@ -128,7 +128,7 @@ def test_two_files_are_one_run(files):
     }
     assert {key: result.settings.get(key) for key in expected} == expected
     assert result.missing == ()
-    assert {each.key for each in result.findings} == {"data.paths"}  # the file is not here
+    assert {each.key for each in result.findings} == {"data.paths", "tokenizer.path"}  # not here
     assert left(result) == {}
     assert {*left(result, Why.default)} == {"output_layer_init_method", "eval_iters"}
 
