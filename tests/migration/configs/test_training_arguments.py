@@ -73,7 +73,7 @@ def test_the_pickle_of_a_trainer(tmp_path):
         "logging.to": ["tensorboard"],
     } == {**result.choices, **result.settings}
     assert "hf_x" not in str(result)
-    assert {each.key for each in result.missing} == {"model.path"}
+    assert {each.key for each in result.missing} == {"model.path", "data.paths"}
 
 
 class Reduced:
@@ -187,5 +187,6 @@ def test_recomputation_kept_checkpoints_and_old_names():
     assert {*left(result, Why.default)} == {"save_total_limit"}
     assert left(result, Why.unknown)["eval_stepz"].nearest == "did you mean eval_steps?"
     assert "hf_secret" not in str(result)
+    assert "hardware" not in convert(use_cpu=False).choices
     accuracy = convert(load_best_model_at_end=True, metric_for_best_model="accuracy")
     assert {"load_best_model_at_end", "metric_for_best_model"} <= {*left(accuracy)}

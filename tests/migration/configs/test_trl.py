@@ -150,6 +150,14 @@ def test_formats(keys, expected):
     assert left(told)["dtype"].nearest == "precision=bf16-low-memory"
 
 
+def test_what_is_not_packed_is_said():
+    told = convert(packing=False, packing_strategy="bfd", dataset_name="a/b")
+    assert "more conversations" in left(told)["packing"].reason
+    assert {*left(convert(), Why.default)} >= {"packing"}
+    pairs = convert(packing=False, beta=0.1)
+    assert "packing" in left(pairs, Why.ignored) and "data.packing" not in pairs.settings
+
+
 def test_templates_and_offloading():
     result = convert(
         chat_template_path="t.jinja", activation_offloading=True, completion_only_loss=True

@@ -94,3 +94,11 @@ def project(source: Conversion) -> None:
         source.set("logging.trackio.project", source.get("project"), "project")
     elif source.given("project"):
         source.leave("project", "trackio alone has it", why=Why.ignored)
+
+
+def devices(source: Conversion) -> None:
+    """Convert the switch to the CPU; without it, devices are those that there are."""
+    if source.get("use_cpu") is True:
+        source.set("hardware", "cpu", "use_cpu")
+    elif source.given("use_cpu"):
+        source.leave("use_cpu", "devices are those that there are", why=Why.ignored)

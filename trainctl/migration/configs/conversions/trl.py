@@ -228,20 +228,17 @@ def template(source: Conversion) -> None:
 
 
 def packing(source: Conversion) -> None:
-    """Convert the packing; without it samples are padded there, and packed apart here."""
-    names = ("packing", "packing_strategy")
+    """Convert the packing; without it each conversation is padded there, and packed here."""
     if source.get("packing") is True:
         kind = "stream" if source.get("packing_strategy") == "wrapped" else "best_fit"
-        source.set("data.packing", kind, *names)
+        source.set("data.packing", kind, "packing", "packing_strategy")
         return
-    for name in names:
+    if source.converted.choices.get("objective") not in PAIRS:  # a pair is a sample by itself
+        reason = "samples are always packed, so that a step sees more conversations"
+        source.leave("packing", reason, "training.micro_batch_size=1")
+    for name in ("packing", "packing_strategy"):
         if source.given(name):
-            source.leave(
-                name,
-                "samples are packed, and none sees another",
-                "data.packing=best_fit",
-                Why.ignored,
-            )
+            source.leave(name, "pairs are not packed, or nothing is", why=Why.ignored)
 
 
 def learnt(source: Conversion) -> None:
