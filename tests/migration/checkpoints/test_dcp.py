@@ -143,14 +143,30 @@ def torchtitan_weights(weights, *, rotates_pairs, new):
     return found
 
 
-@pytest.mark.parametrize("new", [True, False])
+def with_fused_states(weights):
+    """Return the weights, those of q, k and v joined as torchtitan holds them by default."""
+    joined = {}
+    for name, each in weights.items():
+        if "qkv_linear" not in name:
+            joined[name] = each
+        elif ".wv." in name:
+            parts = [weights[name.replace("wv", own)] for own in ("wq", "wk", "wv")]
+            groups = [part.view(SIZES["num_key_value_heads"], -1, part.shape[1]) for part in parts]
+            fused = torch.cat(groups, dim=1).flatten(0, 1)
+            joined[name.replace("wv", "wqkv")] = fused
+    return joined
+
+
+@pytest.mark.parametrize("form", ["old", "new", "fused"])
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, Qwen3ForCausalLM])
-def test_torchtitans_names_and_rows_become_those_of_transformers(tmp_path, kind, new):
+def test_torchtitans_names_and_rows_become_those_of_transformers(tmp_path, kind, form):
     made = model(kind)
     weights = parameters(made)
-    theirs = torchtitan_weights(weights, rotates_pairs=kind is LlamaForCausalLM, new=new)
+    pairs = kind is LlamaForCausalLM
+    theirs = torchtitan_weights(weights, rotates_pairs=pairs, new=form != "old")
+    trained = with_fused_states(theirs) if form == "fused" else theirs
     flat = {}
-    for name, states in moments(theirs)["state"].items():
+    for name, states in moments(trained)["state"].items():
         flat |= {f"state.{name}.{state}": value for state, value in states.items()}
         flat |= {f"param_groups.{name}.lr": 0.5, f"param_groups.{name}.weight_decay": 0.1}
     train_state = {"step": torch.tensor(5), "ntokens_seen": torch.tensor(640)}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.engines.shards import Shard, read_shard
 from trainctl.migration.checkpoints.names import without_wrappers
 from trainctl.migration.checkpoints.source import Source, SourceProgress
 from trainctl.migration.checkpoints.torch_states import (
@@ -316,13 +317,11 @@ class DcpSource(TorchSource):
         self._stored = dict(rename.weights(self._stored))
         self.notes.append("torchtitan's names, and its rows of q and k, are read as transformers'")
         if self._optimizer is not None:
-            states = {
-                rename.name(str(key)): {
-                    kind: rename.tensor(str(key), value) if hasattr(value, "read") else value
-                    for kind, value in states.items()
-                }
-                for key, states in self._optimizer.state.items()
-            }
+            states: dict[str, dict[str, Any]] = {}
+            for key, saved in self._optimizer.state.items():
+                for kind, value in saved.items():
+                    for name, part in rename.parts(str(key), value):
+                        states.setdefault(name, {})[kind] = part
             self._optimizer = replace(self._optimizer, state=states)
 
 
@@ -368,42 +367,82 @@ class TorchtitanNames:
     def __init__(self, path: Path, model: PreTrainedModel) -> None:
         self._path, config = path, model.config
         heads = int(config.num_attention_heads)
-        self._heads = {"wq": heads, "wk": int(getattr(config, "num_key_value_heads", heads))}
+        self._heads = {
+            "attention.wq": heads,
+            "attention.wk": int(getattr(config, "num_key_value_heads", None) or heads),
+        }
         self._has_norms = any("q_norm" in name for name, _ in model.named_parameters())
 
     def weights(self, stored: Mapping[str, Readable]) -> Iterator[tuple[str, Readable]]:
         """Yield the weights with their names in transformers."""
         for key, tensor in stored.items():
             if key.rpartition(".")[2] in ("weight", "bias"):
-                key = key.removeprefix("model.")
-                yield self.name(key), self.tensor(key, tensor)
+                yield from self.parts(key.removeprefix("model."), tensor)
 
-    def name(self, key: str) -> str:
-        """Return the name of a tensor in transformers.
+    def parts(self, key: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Yield a weight, or a state of one, with its names in transformers and their rows.
+
+        A number is yielded as it is.
 
         Raises:
             TrainctlError: It is of another model than those that are read.
         """
-        found = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", key)
-        module = "" if found is None else found[2].replace("qkv_linear.", "")
-        if found is None or module not in _TORCHTITAN:
-            raise unusable(
-                self._path,
-                f"{key} of torchtitan has no known name in transformers",
-                "dense Llama and Qwen 3 are read; others: torchtitan's convert_to_hf.py, and "
-                "model.initial_weights",
-            )
-        layer = "" if found[1] is None else f"model.layers.{found[1]}."
-        return f"{layer}{_TORCHTITAN[module]}.{found[3]}"
+        found = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(weight|bias)", key)
+        layer, module, kind = ("", "", "") if found is None else found.groups(default="")
+        module = module.replace("qkv_linear.", "")
+        shape = getattr(value, "shape", ())
+        fused = self._fused_parts(key, shape) if module == "attention.wqkv" else {}
+        for own, shard in fused.items() or [(module, None)]:
+            if own not in _TORCHTITAN:
+                raise unusable(
+                    self._path,
+                    f"{key} of torchtitan has no known name in transformers",
+                    "dense Llama and Qwen 3 are read; others: torchtitan's convert_to_hf.py, and "
+                    "model.initial_weights",
+                )
+            part = value if shard is None or not shape else RowsOf(value, shard)
+            heads = 0 if self._has_norms or not shape else self._heads.get(own, 0)
+            prefix = f"model.{layer}" if layer else ""
+            name = f"{prefix}{_TORCHTITAN[own]}.{kind}"
+            yield name, RotatedRows(part, heads) if heads else part
 
-    def tensor(self, key: str, tensor: Readable) -> Readable:
-        """Return a weight, or a state of it, with the rows as transformers has them."""
-        heads = self._heads.get(key.split(".")[-2])
-        if heads is None or self._has_norms or not tensor.shape:
-            return tensor
-        if tensor.shape[0] % (2 * heads):
-            raise unusable(self._path, f"{key} has {tensor.shape[0]} rows, of {heads} heads")
-        return RotatedRows(tensor, heads)
+    def _fused_parts(self, key: str, shape: tuple[int, ...]) -> dict[str, Shard]:
+        """Return the rows of q, k and v in their fused tensor: those of each group of heads that
+        share a key follow each other (`FusedQKVLinear`). torchtitan saves weights apart, and the
+        states of the optimizer fused.
+        """
+        groups, width = self._heads["attention.wk"], math.prod(shape[1:])
+        queries = self._heads["attention.wq"] // groups
+        rows = shape[0] if shape else groups * (queries + 2)
+        if rows % (groups * (queries + 2)):
+            raise unusable(self._path, f"{key} has {rows} rows, for {groups} groups of heads")
+        group = rows // groups * width
+        head = group // (queries + 2)
+        ends = (0, queries * head, (queries + 1) * head, group)
+        names = ("attention.wq", "attention.wk", "attention.wv")
+        return {
+            name: Shard(group, start, stop)
+            for name, start, stop in zip(names, ends[:-1], ends[1:], strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOf:
+    """Rows of a tensor that a shard picks."""
+
+    tensor: Readable
+    shard: Shard
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the rows together."""
+        first, *others = self.tensor.shape
+        return first * self.shard.width // self.shard.row, *others
+
+    def read(self, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return elements [start, end) of the flattened rows."""
+        end = math.prod(self.shape) if end is None else end
+        return read_shard(self.tensor.read, self.shard, start, end)
 
 
 @dataclass(frozen=True, slots=True)
