@@ -126,20 +126,33 @@ def test_memory_stays_far_below_the_model(tmp_path):
     config.model.num_layers = 8  # 415 MB in fp32
     checkpoint = fabricate(RunPaths(tmp_path / "run"), config.model)
     shard = 40_000_000
-    work = pickle.dumps((to_plain(config), checkpoint, tmp_path / "out", shard))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parents[1] / "support" / "export_probe.py")],
-        input=work,
-        capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
     parameter = config.model.hidden_size * config.model.intermediate_size * 4
+    found = grown(
+        to_plain(config), checkpoint, tmp_path / "out", "trainctl.train.export.directory:export",
+        {"dtype": torch.bfloat16, "shard_bytes": shard},
+    )  # fmt: skip
     assert found["bytes"] > 5 * shard and len(found["files"]) > 6, "too small a model to tell"
     assert found["growth"] < 2 * shard + parameter
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.bfloat16 and theirs.num_parameters() * 2 == found["bytes"]
+    found = grown(
+        to_plain(config), checkpoint, tmp_path / "out.gguf",
+        "trainctl.train.export.gguf_file:export_gguf", {"dtype": "q8_0"},
+    )  # fmt: skip
+    # About half of it are imports; four tensors are in memory at most.
+    assert found["bytes"] > 8 * parameter and found["growth"] < 12 * parameter, found
+
+
+def grown(*work):
+    """Export in a process of its own; return the growth of its memory, and the files."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parents[1] / "support" / "export_probe.py")],
+        input=pickle.dumps(work),
+        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from anatomies import read_directory
 from chat_files import MARKED, SPECIAL, UNMARKED, write_tokenizer
 from fabricated import fabricate
 from module_cases import module_config
 from rank_processes import tiny_config
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PretrainedConfig
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from trainctl.config.schema import RunConfig
+from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.train.export.check import (
@@ -65,6 +67,9 @@ def write_merges(folder: Path, split: str, template: str = MARKED) -> Path:
     backend = Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[split])
     backend.decoder = decoders.ByteLevel()
+    if split == "llama-bpe":
+        special = [("<s>", SPECIAL.index("<s>"))]
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
     trainer = trainers.BpeTrainer(
         vocab_size=330,
         special_tokens=list(SPECIAL),
@@ -121,6 +126,40 @@ def test_llama_cpp_computes_what_the_checkpoint_does(
     assert found.difference <= found.bound < within and found.scores > 500
     assert (found.rounding > 0) == (dtype is not torch.float32)
     assert found.texts == len(TEXTS) and found.ends == [256]
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+        (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2}}),
+        (Qwen2Config, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    ],
+)
+def test_llama_cpp_computes_what_a_directory_s_model_does(
+    tmp_path: Path, kind: type[PretrainedConfig], changes: dict[str, Any]
+) -> None:
+    shape = kind(
+        vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, **changes,
+    )  # fmt: skip
+    shape.save_pretrained(tmp_path / "source")
+    config = tiny_config()
+    config.model = read_directory(
+        ModelConfig(name="x", family="hf", path=str(tmp_path / "source"), weights="random")
+    )
+    found = checked_gguf(tmp_path, config, torch.float32)
+    assert found.differences == [] and found.bound < 1e-3
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -233,6 +272,7 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused_and_leaves_no_file(tmp_path
     for changes, said in (
         ({"model": {**made["model"], "ignore_merges": True}}, "and ignores merges"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "BPE after Whitespace"),
+        ({"normalizer": {"type": "Lowercase"}}, "changes texts by Lowercase"),
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
             {"type": "Digits", "individual_digits": False},
             {"type": "ByteLevel", "add_prefix_space": False,

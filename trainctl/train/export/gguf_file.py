@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 Q8_0: Literal["q8_0"] = "q8_0"
 """Blocks of 32 weights in 8 bits each, with a common factor in fp16."""
 BLOCK = 32
+PART = 1 << 20
+"""Weights that are rounded at a time."""
 
 FileType: TypeAlias = torch.dtype | Literal["q8_0"]
 
@@ -44,6 +46,9 @@ TYPES: Mapping[Any, tuple[str, str]] = {
     Q8_0: ("Q8_0", "MOSTLY_Q8_0"),
 }
 """ggml's type of the matrices and the file's type, by the exported type."""
+
+OTHERWISE = "export to transformers, which llama.cpp's convert_hf_to_gguf.py may know"
+"""Hint of what is refused."""
 
 ALWAYS_FP32 = ("token_types.weight", "position_embd.weight")
 """Matrices that llama.cpp reads in fp32 alone, beside all vectors."""
@@ -169,7 +174,7 @@ def architecture_of(shape: PretrainedConfig) -> Architecture:
         if value not in legal:
             raise TrainctlError(
                 f"--to gguf: llama.cpp's {found.name} has no {key}={value}",
-                hint="export to transformers",
+                hint=OTHERWISE,
             )
     return found
 
@@ -194,7 +199,7 @@ def _legal_settings(shape: PretrainedConfig) -> dict[str, tuple[Any, ...]]:
 def _unknown(what: str) -> TrainctlError:
     return TrainctlError(
         f"--to gguf does not know {what}: it knows {', '.join(ARCHITECTURES)}",
-        hint="export to transformers, which llama.cpp's convert_hf_to_gguf.py may know",
+        hint=OTHERWISE,
     )
 
 
@@ -226,7 +231,7 @@ def _add_shape(writer: GGUFWriter, shape: PretrainedConfig, architecture: Archit
     elif kind not in ("default", "llama3"):
         raise TrainctlError(
             f"--to gguf knows rotary embeddings default, linear and llama3, not {kind}",
-            hint="export to transformers, which llama.cpp's convert_hf_to_gguf.py may know",
+            hint=OTHERWISE,
         )
 
 
@@ -326,8 +331,10 @@ class _Tensor:
         """Return the values in the tensor's type; bytes where numpy has no such type."""
         from gguf import quants
 
-        values: npt.NDArray[Any] = quants.quantize(self.fetch().numpy(), self.kind)
-        return values
+        whole = self.fetch().numpy()
+        # In parts, because `quantize` makes several copies of what it is given.
+        parts = np.array_split(whole, min(len(whole), 1 + whole.size // PART))
+        return np.concatenate([quants.quantize(part, self.kind) for part in parts])
 
 
 def _tensors(
@@ -360,8 +367,11 @@ def _fetcher(
     """Return a function that reads a published tensor in the file's layout, in fp32."""
 
     def fetch() -> torch.Tensor:
-        pieces = [piece.float() for piece in published.pieces(unit)]
-        return layout.apply(torch.cat(pieces).view(sizes))
+        values, done = torch.empty(unit.numel), 0
+        for piece in published.pieces(unit):
+            values[done : done + piece.numel()] = piece
+            done += piece.numel()
+        return layout.apply(values.view(sizes))
 
     return fetch
 
@@ -405,6 +415,8 @@ def _add_tokenizer(
         kind = TokenType.CONTROL if each["special"] else TokenType.USER_DEFINED
         tokens[each["id"]] = (each["content"], kind)
     listed = [tokens.get(row, (f"[PAD{row}]", TokenType.UNUSED)) for row in range(rows)]
+    if made.get("normalizer"):
+        notes.append("llama.cpp does not bring texts into NFC, as the tokenizer does")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_split_of(made))
     writer.add_token_list([text for text, _ in listed])
@@ -453,7 +465,12 @@ def _split_of(made: Mapping[str, Any]) -> str:
         raise TrainctlError(
             "--to gguf knows byte-level BPE without a space put before the text alone, and the "
             f"tokenizer is {model.get('type')} after {last.get('type')}",
-            hint="export to transformers, which llama.cpp's convert_hf_to_gguf.py may know",
+            hint=OTHERWISE,
+        )
+    normalizer = (made.get("normalizer") or {}).get("type")
+    if normalizer not in (None, "NFC"):  # that of Qwen 2, which llama.cpp leaves out
+        raise TrainctlError(
+            f"--to gguf does not know a tokenizer that changes texts by {normalizer}"
         )
     if not model["merges"]:  # whole words or not, bytes stay bytes
         return "gpt-2"
