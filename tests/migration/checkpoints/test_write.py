@@ -152,6 +152,18 @@ def _with(folder: Path, shapes: Mapping[str, Sequence[int]], values: Mapping[str
     return folder
 
 
+def test_weights_alone_begin_with_no_optimizer_states(tmp_path: Path) -> None:
+    made = plan()
+    (shapes,) = shapes_of(made)
+    folder = _with(tmp_path / "source", shapes, {})
+    for file in (*folder.rglob("exp_avg*.pt"),):
+        file.unlink()
+    result = write.import_source(open_source(folder), made, tmp_path / "run")
+    reader = CheckpointReader(Path(result.run) / "checkpoints" / result.checkpoint)
+    assert (result.states, reader.was_updated, result.step) == (["master"], False, 3)
+    assert any("no optimizer states" in note for note in result.notes)
+
+
 def test_a_failure_on_the_way_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

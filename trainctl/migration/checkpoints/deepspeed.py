@@ -357,7 +357,7 @@ class DeepSpeedSource(Source):
             learning_rate=_number(first.get("lr")),
         )
         self.hyperparameters = hyperparameters(groups or ([configured] if configured else ()))
-        self.scalars = {"step": step} if (step := _step_of(optimizer, groups)) is not None else {}
+        self.scalars = {"step": step} if (step := step_of(optimizer, groups)) is not None else {}
         self.loss_scale = _loss_scale(optimizer)
         skipped = int(facts.get("skipped_steps") or 0)
         if skipped:
@@ -437,8 +437,8 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _step_of(optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the optimizer's own count of its updates."""
+def step_of(optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the optimizer's own count of its updates; None if it is nowhere."""
     inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict", optimizer))
     states = inner if isinstance(inner, list) else list(inner.get("state", {}).values())
     found = [optimizer.get("base_optimizer_state_step"), *(s.get("step") for s in states)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainctl.errors import TrainctlError
-from trainctl.migration.checkpoints.deepspeed import hyperparameters
+from trainctl.migration.checkpoints.deepspeed import hyperparameters, step_of
 from trainctl.migration.checkpoints.source import Source, SourceProgress
 from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, damaged
 from trainctl.train.checkpoint.optimizer_state import MASTER
@@ -89,10 +89,15 @@ class UniversalSource(Source):
         return tensor
 
     def _require_all_states(self, folder: Path) -> None:
-        """Refuse a checkpoint in which some parameters lack a state, or it has another shape."""
+        """Refuse a checkpoint in which some parameters lack a state, or it has another shape.
+
+        DeepSpeed writes the weights alone of a tied weight's second name.
+        """
         names = {state for held in self._tensors.values() for state in held}
+        alone = [name for name, held in self._tensors.items() if held.keys() == {MASTER}]
+        self.untrained = frozenset(alone if len(names) > 1 else ())
         for parameter, held in self._tensors.items():
-            for state in sorted(names):
+            for state in sorted(names if parameter not in self.untrained else ()):
                 path = folder / "zero" / parameter / f"{state}.pt"
                 if state not in held:
                     raise damaged(path, "it is missing")
@@ -114,6 +119,8 @@ class UniversalSource(Source):
             state = self._open(common)
             inner = state.get("base_optimizer_state", state.get("optimizer_state_dict", state))
             groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
+            if not steps and (step := step_of(state, groups)) is not None:
+                self.scalars = {"step": step}  # after ZeRO 3 there is no step.pt
         self.hyperparameters = hyperparameters(groups)
         self.progress = SourceProgress(
             step=facts.get("global_steps"),

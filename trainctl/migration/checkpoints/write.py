@@ -235,7 +235,7 @@ def _carried_states(source: Source, plan: RunPlan) -> tuple[str, ...]:
 
 
 def _facts(source: Source, plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
-    """Return step, samples and tokens for the manifest, and all notes.
+    """Return step, samples, tokens and scalars for the manifest, and all notes.
 
     Raises:
         TrainctlError: The source does not know its step.
@@ -245,6 +245,10 @@ def _facts(source: Source, plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
     if step is None:
         raise TrainctlError(f"{source.path} does not say at which step it was saved")
     step = int(step)
+    scalars = dict(source.scalars) if len(source.states) > 1 else {}
+    if "exp_avg" in source.states and "step" not in scalars:
+        scalars["step"] = float(step)
+        notes.append(f"the optimizer's own step count is unknown: it continues at {step:,}")
     samples, tokens = known.samples, known.tokens
     if samples is None:
         samples = plan.batches.samples_before(step)
@@ -263,7 +267,7 @@ def _facts(source: Source, plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         "source has seen is not known"
     )
     notes += differences(source, plan, step, samples)
-    return {"step": step, "samples": samples, "tokens": tokens}, notes
+    return {"step": step, "samples": samples, "tokens": tokens, "scalars": scalars}, notes
 
 
 def _write(
@@ -310,7 +314,6 @@ def _write(
                 "imported": {"format": source.format, "path": str(source.path.resolve())},
                 "shapes": shapes,
                 "states": list(states),
-                "scalars": dict(source.scalars) if len(states) > 1 else {},
                 "files": files,
                 "fragments": fragments,
             },
