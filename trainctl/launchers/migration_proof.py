@@ -17,7 +17,7 @@ from typing import Any
 
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.reading import read_json
-from trainctl.errors import ExitCode
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers.comparison import to_json
 from trainctl.launchers.offline import import_checkpoint
 from trainctl.launchers.prove import Say, plan_replay, run_replay
@@ -151,16 +151,48 @@ def prove_migration(
         wanted = found.after(imported["step"])[:steps]
         if not wanted:
             raise no_loss_after(found.log, found.losses, f"step {imported['step']}")
-        plan = replace(plan_replay(composed, run), stop_step=wanted[-1].last)
+        plan = _plan(composed, run, wanted[-1].last)
         count = wanted[-1].last - imported["step"]
         say(f"replaying {count} step{'s' if count > 1 else ''} after step {imported['step']:,}")
         run_replay(run, plan, "of logged steps", of=found.path)
         records = steps_from_end(run.events, range(imported["step"] + 1, wanted[-1].last + 1))
+    return judge(found, wanted, records, plan, imported)
+
+
+def _plan(composed: ComposedConfig, run: RunPaths, last: int) -> RunPlan:
+    """Return the plan that trains as far as a step.
+
+    Raises:
+        TrainctlError: The configuration is not legal, or ends before.
+    """
+    plan = plan_replay(composed, run)
+    if plan.total_steps < last:
+        raise TrainctlError(
+            f"the configuration ends after {plan.total_steps:,} steps, and the loss of step "
+            f"{last:,} is to be compared",
+            hint="training.steps is the last step of the whole run, those of the other trainer "
+            "included",
+        )
+    return replace(plan, stop_step=last)
+
+
+def judge(
+    found: LoggedCheckpoint,
+    wanted: Sequence[LoggedLoss],
+    records: Mapping[int, Mapping[str, Any]],
+    plan: RunPlan,
+    imported: Mapping[str, Any],
+) -> MigrationProof:
+    """Compare logged losses with records of the same steps.
+
+    Args:
+        records: Records of the steps here, by step.
+        imported: Result of the import.
+    """
     compared = tuple(_compared(each, records, plan) for each in wanted)
     other_samples = None
     if compared[0].verdict is MigrationVerdict.differs:  # otherwise the samples were the same
         other_samples = _other_samples(found, plan)
-    reasons = _reasons(compared, found, other_samples)
     return MigrationProof(
         source=str(found.path),
         format=imported["format"],
@@ -168,7 +200,7 @@ def prove_migration(
         log=str(found.log),
         verdict=_overall(compared, incomparable=other_samples is not None),
         steps=compared,
-        reasons=tuple(reasons),
+        reasons=tuple(_reasons(compared, found, other_samples)),
         notes=tuple(imported["notes"]),
     )
 
