@@ -61,6 +61,7 @@ class MegatronCase:
     numbered: bool = False
     """Save each layer by its number, as models with unequal layers are saved."""
     lr: float = 1e-3
+    weight_decay: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ def _train(case: MegatronCase) -> MegatronResult:
         lr_warmup_steps=0,
         lr_decay_steps=case.steps * case.batch,
         lr_decay_style="constant",
-        start_wd=0.0,
-        end_wd=0.0,
+        start_wd=case.weight_decay,
+        end_wd=case.weight_decay,
         wd_incr_steps=case.steps * case.batch,
         wd_incr_style="constant",
     )
@@ -234,7 +235,7 @@ def _optimizer(case: MegatronCase) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=case.lr,
-        weight_decay=0.0,
+        weight_decay=case.weight_decay,
         adam_beta1=0.9,
         adam_beta2=0.95,
         adam_eps=1e-8,
@@ -299,7 +300,7 @@ def _arguments(case: MegatronCase, config: Any) -> Namespace:
         consumed_train_samples=case.save_at * case.batch,
         optimizer="adam",
         lr=case.lr,
-        weight_decay=0.0,
+        weight_decay=case.weight_decay,
         adam_beta1=0.9,
         adam_beta2=0.95,
         adam_eps=1e-8,

@@ -1,133 +1,46 @@
 """Checkpoints that Megatron-core's own code trained and saved continue here as they do there."""
 
 from argparse import Namespace
-from dataclasses import replace
 
-import numpy as np
+import megatron_cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fork_server import ForkServer
-from rank_processes import (
-    ENVIRONMENT,
-    Case,
-    curve,
-    prepare_once,
-    tiny_config,
-    tiny_plan,
-    train_cases,
-)
+from megatron_cases import configuration, continue_here
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from trainctl.config.registry import new_section
-from trainctl.config.schema import ModelConfig
-from trainctl.data.corpora import load_corpora
 from trainctl.errors import TrainctlError
 from trainctl.migration.checkpoints import megatron, source
-from trainctl.migration.checkpoints.write import import_source
-from trainctl.plans.types import Batch
-from trainctl.runs.layout import RunPaths
-from trainctl.train.data import TrainingData
 from trainctl.train.models.model import materialise, skeleton
 from trainctl.train.models.weights import SeedWeights
 
-STEPS, SAVE_AT, BATCH, TOKENS, ROWS = 6, 3, 8, 64, 384
-FAMILIES = {
-    "llama": {"family": "llama", "tie_word_embeddings": False},
-    "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
-    "gpt2": {"family": "gpt2", "tie_word_embeddings": True, "num_key_value_heads": None},
-}
-
-
-def configuration(family, **changes):
-    """Return the configuration of what `megatron_model` trains."""
-    config = tiny_config(
-        steps=STEPS, sequence_length=TOKENS, evaluation_samples=0, sample_tokens=0, **changes
-    )
-    config.model = ModelConfig(
-        vocab_size=ROWS,
-        hidden_size=32,
-        intermediate_size=128 if family == "gpt2" else 48,
-        num_layers=2,
-        num_attention_heads=4,
-        head_dim=8,
-        max_position_embeddings=TOKENS,
-        norm_epsilon=1e-5,
-        **{"num_key_value_heads": 2, **FAMILIES[family]},
-    )
-    config.optimizer.lr = 1e-3
-    config.optimizer.weight_decay = 0.0
-    config.optimizer.gradient_clipping = 1.0
-    config.schedule = new_section("schedule", "constant", warmup_steps=0)
-    config.checkpoint.at_end = False
-    return config
+LAYOUTS = (
+    ("llama", 2, {"zero_stage__stage": 2}),
+    ("qwen3", 1, {"zero_stage__stage": 0}),
+    ("gpt2", 2, {"zero_stage__stage": 1, "parallelism__tensor": 2}),
+)
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    """Return a file of the samples of all steps in their order, with the token after each."""
-    folder = tmp_path_factory.mktemp("samples")
-    plan, run = tiny_plan(configuration("llama"), 1), RunPaths(folder)
-    run.attempt(1).root.mkdir(parents=True)
-    prepare_once(plan, run)
-    corpora = load_corpora(run.corpus, plan.config.data)
-    data = TrainingData.of(plan, corpora, data_rank=0, data_size=1)
-    whole = Batch(
-        global_batch_size=BATCH,
-        micro_batch_size=BATCH,
-        gradient_accumulation_steps=1,
-        sequence_length=TOKENS,
-    )
-    batches = [data.step(step * BATCH, whole)[0] for step in range(STEPS)]
-    ids = [torch.cat([each.input_ids, each.labels[:, -1:]], dim=1) for each in batches]
-    np.save(folder / "samples.npy", torch.cat(ids).numpy())
-    return folder / "samples.npy"
-
-
-@pytest.fixture(scope="module")
-def trained(samples, tmp_path_factory):
-    """Return what Megatron-core trained and saved on two processes, by name: folder and result."""
-    from megatron_model import MegatronCase
-
-    folder = tmp_path_factory.mktemp("megatron")
-    base = MegatronCase(folder=folder, samples=samples, steps=STEPS, save_at=SAVE_AT, batch=BATCH)
-    cases = {
-        "llama": replace(base, tensor=2),
-        "qwen3": replace(base, qk_norms=True, is_tied=True, sharding=None),
-        "gpt2": replace(base, is_gpt2=True, is_tied=True, numbered=True),
-        "buckets": replace(base, sharding="dp_reshardable", steps=SAVE_AT),
-    }
-    cases = {name: replace(case, folder=folder / name) for name, case in cases.items()}
-    with ForkServer(("megatron_model",), {**ENVIRONMENT, "PYTHONWARNINGS": "ignore"}) as server:
-        results = server.run("megatron_model:train", list(cases.values()), 2, 200)[0]
-    return {
-        name: (case.folder, result)
-        for (name, case), result in zip(cases.items(), results, strict=True)
-    }
+def trained(tmp_path_factory):
+    return megatron_cases.train_there(tmp_path_factory.mktemp("megatron"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "layout", "processes"),
-    [
-        ("llama", {"zero_stage__stage": 2}, 2),
-        ("qwen3", {"zero_stage__stage": 0}, 1),
-        ("gpt2", {"zero_stage__stage": 1, "parallelism__tensor": 2}, 2),
-    ],
-)
-def test_a_run_continues_as_megatron_does(trained, tmp_path, family, layout, processes):
-    folder, there = trained[family]
-    opened = source.open_source(folder)
+@pytest.mark.parametrize("family", megatron_cases.FAMILIES)
+def test_logits_are_those_of_megatron(trained, family):
+    opened = source.open_source(trained[family].folder)
     assert opened.format == "megatron"
-    assert logits_difference(opened, configuration(family), there) < 1e-5
-    plan = tiny_plan(configuration(family, **layout), processes)
-    imported = import_source(opened, plan, tmp_path / "run")
-    assert (imported.step, imported.samples, imported.tokens) == (3, 24, 1536)
-    assert not [note for note in imported.notes if "source trained" in note or "rate" in note]
-    train_cases(processes, [Case(plan, RunPaths(tmp_path / "run"), attempt=2)])
-    here = curve(RunPaths(tmp_path / "run"))
-    assert list(here) == [4, 5, 6]
-    assert max(abs(here[step][0] - there.losses[step]) for step in here) < 1e-5
+    assert logits_difference(opened, configuration(family), trained[family].result) < 1e-5
+
+
+@pytest.mark.slow
+def test_runs_continue_as_megatron_does(trained, tmp_path):
+    for continued in continue_here(tmp_path, trained, LAYOUTS):
+        made = continued.imported
+        assert (made.step, made.samples, made.tokens) == (3, 24, 1536)
+        assert not [note for note in made.notes if "source trained" in note or "rate" in note]
+        assert continued.difference < 1e-5
 
 
 def logits_difference(opened, config, there):
@@ -144,7 +57,7 @@ def logits_difference(opened, config, there):
 @pytest.mark.slow
 def test_states_in_buckets_are_refused(trained):
     with pytest.raises(TrainctlError) as caught:
-        source.open_source(trained["buckets"][0])
+        source.open_source(trained["buckets"].folder)
     assert "dist-ckpt-optim-fully-reshardable" in caught.value.hint
 
 
@@ -192,6 +105,34 @@ def test_states_of_older_versions_are_read(tmp_path):
             read = opened.read(f"model.{name}.weight", state, 0, expected.numel())
             assert torch.equal(read, (expected * by).flatten()), (name, state)
             assert torch.equal(opened.read(f"model.{name}.weight", state, 1, 3), read[1:3])
+
+
+def test_what_is_not_whole_or_of_another_kind_is_refused(tmp_path):
+    folder = tmp_path / "iter_0000007"
+    dcp.save(
+        {"decoder.layers.mlp.router.weight": torch.rand(2, 4)}, checkpoint_id=folder, no_dist=True
+    )
+    (tmp_path / megatron.TRACKER).write_text("8\n")
+    assert source.detect(tmp_path) == "megatron"
+    with pytest.raises(TrainctlError, match="iter_0000008"):
+        megatron.open_source(tmp_path)
+    (tmp_path / megatron.TRACKER).write_text("7\n")
+    with pytest.raises(TrainctlError, match="torch_dist") as caught:
+        megatron.open_source(tmp_path)
+    assert "--ckpt-convert-format" in caught.value.hint
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    heads = {"num_attention_heads": 2}
+    for common, said in (
+        (None, r"common\.pt: it is missing"),
+        ({"args": 1}, "no iteration"),
+        ({"iteration": 7}, "no arguments"),
+        ({"iteration": 7, "args": Namespace(apply_layernorm_1p=True, **heads)}, "layernorm_1p"),
+        ({"iteration": 7, "args": Namespace(**heads)}, r"mlp\.router\.weight is of no decoder"),
+    ):
+        if common is not None:
+            torch.save(common, folder / "common.pt")
+        with pytest.raises(TrainctlError, match=said):
+            megatron.open_source(tmp_path)
 
 
 def fragments(whole, axis, *, is_stacked):

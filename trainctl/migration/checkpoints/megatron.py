@@ -96,9 +96,15 @@ class MegatronSource(Source):
         self.format, self.path, self.notes = "megatron", directory, []
         self._folder = DcpFolder(directory)
         common = TorchFile(directory / "common.pt", _RECORDS).content
+        if not isinstance(common, dict) or not isinstance(common.get("iteration"), int):
+            raise damaged(directory / "common.pt", "it has no iteration")
         arguments = common.get("args")
         self._arguments = arguments.fields if isinstance(arguments, Record) else {}
         self._check_arguments()
+        self._heads = int(self._arguments["num_attention_heads"])
+        is_grouped = self._arguments.get("group_query_attention", True)
+        groups = self._arguments.get("num_query_groups") if is_grouped else None
+        self._groups = int(groups or self._heads)
         self._states = self._find_states()
         self._parts = dict(self._named_parts())
         self.shapes = {name: self._shape(part) for name, part in self._parts.items()}
@@ -217,6 +223,10 @@ class MegatronSource(Source):
         """Yield the parameters in one layer's tensor, by their names in the layer."""
         if leaf.startswith("layer_norm_"):
             module, leaf = _FUSED_NORMS.get(module, ""), leaf.removeprefix("layer_norm_")
+        if module == "self_attention.linear_qkv" and part.stored[0] % (
+            self._heads + 2 * self._groups
+        ):
+            raise damaged(self.path, f"{part.key} has {part.stored[0]} rows, not whole heads")
         is_matrix = len(part.stored) > 1
         transpose = torch.t if is_gpt2 and is_matrix else None
         if name := _INNER.get(module, ("", ""))[is_gpt2]:
@@ -244,11 +254,8 @@ class MegatronSource(Source):
 
     def _split(self, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return queries, keys and values: for each group its queries' heads, a key, a value."""
-        heads = int(self._arguments["num_attention_heads"])
-        is_grouped = self._arguments.get("group_query_attention", True)
-        groups = int(self._arguments.get("num_query_groups") or heads) if is_grouped else heads
-        each = heads // groups
-        grouped = fused.reshape(groups, each + 2, -1, *fused.shape[1:])
+        each = self._heads // self._groups
+        grouped = fused.reshape(self._groups, each + 2, -1, *fused.shape[1:])
         parts = grouped[:, :each], grouped[:, each], grouped[:, each + 1]
         return tuple(part.reshape(-1, *fused.shape[1:]) for part in parts)
 
@@ -282,7 +289,7 @@ class MegatronSource(Source):
         samples = self._arguments.get("consumed_train_samples")
         length = self._arguments.get("seq_length")
         self.progress = SourceProgress(
-            step=int(common["iteration"]),
+            step=common["iteration"],
             samples=samples,
             tokens=samples * length if samples is not None and length else None,
             learning_rate=group.get("lr"),
@@ -321,6 +328,7 @@ class MegatronSource(Source):
 
 _USUAL: Mapping[str, Any] = {
     "apply_layernorm_1p": False,
+    "attention_output_gate": False,
     "rotary_interleaved": False,
     "rotary_percent": 1.0,
 }
