@@ -58,6 +58,7 @@ GROUPS = {"two_groups": True}
 TARGETS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "1 process": (1, {"zero_stage__stage": 0}),
     "ZeRO 1": (2, {"zero_stage__stage": 1}),
+    "ZeRO 2": (2, {"zero_stage__stage": 2}),
     "ZeRO 3": (2, {"zero_stage__stage": 3}),
     "tensor 2": (2, {"zero_stage__stage": 1, "parallelism__tensor": 2}),
     "pipeline 2": (2, {"zero_stage__stage": 1, "parallelism__pipeline": 2}),

@@ -6,6 +6,7 @@ continues from its own checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,14 +30,20 @@ PROCESSES = 2
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout on which trainctl continues, on `PROCESSES` processes."""
+    """Layout on which trainctl continues."""
 
     stage: int = 0
     tensor: int = 1
     pipeline: int = 1
+    engine: str = "deepspeed"
+    processes: int = PROCESSES
 
     @property
     def name(self) -> str:
+        if self.processes == 1:
+            return "1 process"
+        if self.engine == "fsdp2":
+            return "FSDP2"
         axes = {"tensor": self.tensor, "pipeline": self.pipeline}
         cut = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
         return cut or f"ZeRO {self.stage}"
@@ -45,8 +52,9 @@ class Layout:
         """Return the plan of a run whose updates are those of `foreign_tools`."""
         config = config_of_run()
         config.zero_stage.stage = self.stage
+        config.engine = new_section("engine", self.engine)
         config.parallelism.tensor, config.parallelism.pipeline = self.tensor, self.pipeline
-        return tiny_plan(config, PROCESSES)
+        return tiny_plan(config, self.processes)
 
 
 LAYOUTS = {
@@ -101,14 +109,20 @@ def train_in_tools(folder: Path, tools: list[str]) -> dict[str, Losses]:
     return dict(zip(tools, train(PROCESSES, trainings), strict=True))
 
 
-def continue_in_trainctl(folder: Path, expected: dict[str, Losses]) -> dict[str, float]:
-    """Import each tool's checkpoint and train to the end on another layout."""
+def continue_in_trainctl(
+    folder: Path,
+    expected: dict[str, Losses],
+    layouts: Mapping[str, Layout] = LAYOUTS,
+    name: str = "run",
+) -> dict[str, float]:
+    """Import each tool's checkpoint and train to the end on another layout, in runs of a name."""
     cases = []
     for tool in expected:
-        plan, run = LAYOUTS[tool].plan(), RunPaths(folder / tool / "run")
+        plan, run = layouts[tool].plan(), RunPaths(folder / tool / name)
         import_source(open_source(folder / tool / "out"), plan, run.root)
         cases.append(Case(plan, run))
-    train_cases(PROCESSES, cases, together=True)
+    (processes,) = {layouts[tool].processes for tool in expected}
+    train_cases(processes, cases, together=True)
     found = {}
     for tool, case in zip(expected, cases, strict=True):
         losses = {step: loss for step, (loss, _) in curve(case.run).items()}
