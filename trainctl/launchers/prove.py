@@ -494,7 +494,7 @@ def copy_run(
         place = here if file.parent == checkpoint.path else copy.root
         _link(file, place / file.name)
     if run.users_corpus.is_dir():
-        copy.users_corpus.symlink_to(run.users_corpus)
+        shutil.copytree(run.users_corpus, copy.users_corpus, copy_function=_link)
     return copy
 
 
@@ -502,9 +502,9 @@ def _count_steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
 
 
-def _link(file: Path, place: Path) -> None:
+def _link(file: str | Path, place: str | Path) -> None:
     """Link a file. A hard link outlives the checkpoint, which a live run may rotate away."""
     try:
-        place.hardlink_to(file)
+        Path(place).hardlink_to(file)
     except OSError:  # another file system, or another user's file
-        place.symlink_to(file)
+        Path(place).symlink_to(file)

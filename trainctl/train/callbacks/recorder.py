@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.config.schema import CompileKind
-from trainctl.engines.shards import ParameterPiece
+from trainctl.engines.shards import ElementRange, ParameterPiece, sum_of_squares
 from trainctl.options.callbacks import Callback, Context
 from trainctl.plans.mixture import StagedBatches, stages_of_plan
 from trainctl.plans.shapes import head_dim
@@ -93,13 +93,11 @@ class TensorRecorder(Callback):
         if self._settings.reorder:
             self._reordering.enter_context(_ReorderedProducts())
 
-    def after_backward(self, context: Context) -> None:
+    def after_backward(self, context: Any) -> None:
         self._reordering.close()
         if context.has_gradients:
             self._gradients = self._parameters(
-                (part.name, part.indices(), part.values)
-                for part in context.gradients()
-                if part.is_counted
+                (part.place, part.values) for part in context.gradients() if part.is_counted
             )
         self._weights = [
             part.values.to("cpu", torch.float32, copy=True)
@@ -256,55 +254,91 @@ class TensorRecorder(Callback):
         )
 
     def _updates(
-        self, context: Context, before: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield name, indices and change of each counted piece of the weights."""
+        self, context: Any, before: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[ElementRange, torch.Tensor]]:
+        """Yield place and change of each counted piece of the weights."""
         counted = (part for part in context.weights() if part.is_counted)
         roundings = self._recording.roundings
         for part, old in zip(counted, before, strict=True):
-            new = part.values.cpu()
-            unit = torch.finfo(new.dtype).eps / 4  # root mean square of rounding to nearest
-            square = float(new.double().square().sum()) * unit**2
+            unit = torch.finfo(part.values.dtype).eps / 4  # root mean square of rounding to nearest
+            square = float(sum_of_squares(part.values)) * unit**2
             roundings[part.name] = roundings.get(part.name, 0.0) + square
-            yield part.name, part.indices(), new.float() - old
+            yield part.place, part.values.float() - old.to(part.values.device)
 
-    def _parameters(
-        self, parts: Iterator[tuple[str, torch.Tensor, torch.Tensor]]
-    ) -> dict[str, Summary]:
-        """Return summaries of this rank's elements of parameters.
+    def _parameters(self, parts: Iterator[tuple[ElementRange, torch.Tensor]]) -> dict[str, Summary]:
+        """Return summaries of this rank's elements of parameters."""
+        found: dict[str, Summary] = {}
+        for place, values in parts:
+            shape = self._session.shapes[place.name]
+            width = shape[-1] if len(shape) > 1 else 1
+            size = int(np.prod(shape)) // width, width
+            self._recording.sizes[place.name] = size
+            for row, column, block in _cut_into_blocks(place, width, values):
+                summary = self._of_block(place.name, size, row, column, block.double())
+                known = found.get(place.name)
+                found[place.name] = summary if known is None else known + summary
+        return {name: _on_host(summary) for name, summary in found.items()}
+
+    def _of_block(
+        self, name: str, size: tuple[int, int], row: int, column: int, block: torch.Tensor
+    ) -> Any:
+        """Return the summary of a block of a parameter's matrix, as tensors on its device.
 
         Args:
-            parts: Names, indices of elements in the whole parameter, and their values.
+            size: Rows and columns of the matrix.
+            row: First row of the block.
+            column: First column of the block.
         """
-        found: dict[str, Summary] = {}
-        for name, indices, values in parts:
-            shape = self._session.shapes[name]
-            width = shape[-1] if len(shape) > 1 else 1
-            rows = int(np.prod(shape)) // width
-            self._recording.sizes[name] = (rows, width)
-            for at in range(0, len(values), CHUNK):
-                summary = self._of_elements(
-                    name, (rows, width), indices[at : at + CHUNK], values[at : at + CHUNK]
-                )
-                found[name] = found[name] + summary if name in found else summary
-        return found
+        device, (height, width) = block.device, block.shape
+        of_rows = _sign_table(size[0], "row", device=device)[:, row : row + height]
+        of_columns = _sign_table(size[1], "column", device=device)[:, column : column + width]
+        squares = block.square()
+        lines = torch.cat((squares.sum(1)[None], of_rows * (block @ of_columns.T).T))
+        columns = torch.cat((squares.sum(0)[None], of_columns * (of_rows @ block)))
+        found = []
+        for sums, first, whole in ((lines, row, size[0]), (columns, column, size[1])):
+            groups = num_groups(whole, name, self._head_dim)
+            places = torch.arange(first, first + sums.shape[1], device=device)
+            found.append(_grouped(sums, places * groups // whole, groups))
+        return Summary(found[0], found[1])  # type: ignore[arg-type]
 
-    def _of_elements(
-        self, name: str, shape: tuple[int, int], indices: torch.Tensor, values: torch.Tensor
-    ) -> Summary:
-        (rows, width), device = shape, values.device
-        row, column = indices.to(device) // width, indices.to(device) % width
-        exact = values.double()
-        signed = exact * _sign_table(rows, "row", device=device)[:, row]
-        signed *= _sign_table(width, "column", device=device)[:, column]
-        both = torch.cat((exact.square()[None], signed))
-        groups = [num_groups(size, name, self._head_dim) for size in shape]
-        return _on_host(
-            Summary(
-                _grouped(both, row * groups[0] // rows, groups[0]),  # type: ignore[arg-type]
-                _grouped(both, column * groups[1] // width, groups[1]),  # type: ignore[arg-type]
+
+def _cut_into_blocks(
+    place: ElementRange, width: int, values: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield the elements of a flat piece as blocks of the parameter's matrix.
+
+    Args:
+        width: Columns of the whole matrix.
+
+    Yields:
+        First row, first column and the block.
+    """
+    shard, each, left = place.shard, width, 0
+    if shard is None or shard.is_whole:
+        runs = [(place.start, values)]
+    elif shard.row == width:  # columns of every row
+        runs, each, left = [(place.start, values)], shard.width, shard.start
+    else:
+        runs = []
+        start = place.start
+        while start < place.start + len(values):
+            row, inside = divmod(start, shard.width)
+            at = start - place.start
+            runs.append(
+                (row * shard.row + shard.start + inside, values[at:][: shard.width - inside])
             )
-        )
+            start += shard.width - inside
+    for first, run in runs:
+        at = 0
+        while at < len(run):
+            row, column = divmod(first + at, each)
+            rest = len(run) - at
+            whole_rows = min(rest // each, max(1, CHUNK // each)) if column == 0 else 0
+            count = whole_rows * each or min(each - column, rest)
+            block = run[at : at + count]
+            yield row, left + column, block.view(whole_rows or 1, -1)
+            at += count
 
 
 def _grouped(values: torch.Tensor, group: torch.Tensor, count: int) -> torch.Tensor:
