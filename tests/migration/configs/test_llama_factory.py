@@ -161,3 +161,17 @@ def test_version_1():
     assert result.settings["training.global_batch_size"] == 8
     frozen = imported_v1(peft_config={"name": "freeze", "freeze_trainable_layers": 3})
     assert frozen.settings["training.freeze"][0] == "all_but_last_blocks:3"
+
+
+def test_data_of_version_1(tmp_path):
+    pairs = "pairs: {path: org/pairs, converter: pair, size: 9}"
+    (tmp_path / "data.yaml").write_text(f"own: {{path: data/own.jsonl}}\n{pairs}\n")
+    keys = {"model": "O/N", "train_dataset": "data.yaml", "eval_dataset": "held.jsonl"}
+    result = import_document(load_table("llama_factory_v1"), keys, folder=tmp_path)
+    assert result.choices["data"] == "preferences" and result.choices["objective"] == "dpo"
+    assert result.settings["data.paths"] == ["data/own.jsonl", "hf://datasets/org/pairs"]
+    assert result.settings["data.held_out_paths"] == ["held.jsonl"]
+    reasons = {each.key: each.reason for each in result.left_out}
+    assert "no size of a dataset" in reasons["train_dataset"]
+    absent = imported_v1(train_dataset="no_such.yaml")
+    assert "not here" in next(x.reason for x in absent.left_out if x.key == "train_dataset")

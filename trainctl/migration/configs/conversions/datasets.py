@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trainctl.migration.configs.import_table import Conversion
@@ -10,6 +11,10 @@ from trainctl.models.directory import is_hub_name
 
 HUB = "hf://datasets/"
 """Protocol of the hub's datasets (docs/data.md)."""
+
+
+FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".zst")
+"""Endings that a file of data has, and a name on the hub has not."""
 
 
 @dataclass
@@ -35,7 +40,8 @@ def place(source: Conversion, path: Any, files: Any = None, revision: Any = None
         return []
     names = [files] if isinstance(files, str) else files if isinstance(files, list) else []
     names = [str(each) for each in names if each]
-    is_local = source.locate(path).exists() or not is_hub_name(path)
+    is_file = Path(path).suffix in FILE_ENDINGS
+    is_local = is_file or source.locate(path).exists() or not is_hub_name(path)
     if path in ("json", "jsonl", "parquet", "text", "csv", "arrow") and names:
         return names  # a format of `datasets`, whose files are listed
     root = path if is_local or "://" in path else f"{HUB}{path}{f'@{revision}' if revision else ''}"

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainctl.config.reading import read_json
+from trainctl.errors import TrainctlError
 from trainctl.migration.configs.conversions import optimizers, trainer
 from trainctl.migration.configs.conversions.datasets import DataPart, choose_data, place
 from trainctl.migration.configs.conversions.deepspeed import convert_file
+from trainctl.migration.configs.import_file import read_document
 from trainctl.migration.configs.import_table import Conversion
 from trainctl.migration.configs.result import Why
 
@@ -280,6 +282,43 @@ def sharding(source: Conversion) -> None:
         convert_file(source, "deepspeed")
     elif not is_megatron and "zero_stage" not in source.converted.choices:
         source.set("zero_stage", trainer.least_stage(source))
+
+
+def v1_data(source: Conversion) -> None:
+    """Convert the data: a file or a name on the hub, or a YAML with an entry for each dataset."""
+    trained = _v1_entries(source, "train_dataset")
+    part = DataPart(kind="chat")
+    if any(entry.get("converter") == "pair" for entry in trained):
+        part.kind = "preferences"
+        source.set("objective", "dpo", "train_dataset")
+    for entry in trained:
+        part.paths += place(source, entry.get("path"))
+    for entry in _v1_entries(source, "eval_dataset"):
+        part.held_out += place(source, entry.get("path"))
+    choose_data(source, [part], epochs="num_train_epochs")
+
+
+def _v1_entries(source: Conversion, name: str) -> list[Mapping[str, Any]]:
+    """Return the entries of a description of data; keys that cut or weight them are left out."""
+    if not source.given(name):
+        return []
+    value = str(source.get(name))
+    if not value.endswith((".yaml", ".yml")):
+        return [{"path": value}]
+    try:
+        described = read_document(source.locate(value))
+    except TrainctlError:
+        source.leave(name, "its description of data is not here", NEAREST_DATA[name])
+        return []
+    entries = [entry for entry in described.values() if isinstance(entry, Mapping)]
+    cut = [key for entry in entries for key in ("split", "size", "weight") if key in entry]
+    if cut:
+        what = ", ".join(dict.fromkeys(cut))
+        source.leave(name, f"files are read whole: no {what} of a dataset", "data.sources")
+    return entries
+
+
+NEAREST_DATA = {"train_dataset": "data.paths=[FILE]", "eval_dataset": "data.held_out_paths=[FILE]"}
 
 
 def v1_batching(source: Conversion) -> None:
