@@ -12,12 +12,16 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from trainctl.config.compose import compose
 from trainctl.errors import TrainctlError
+from trainctl.hardware import resolve_hardware
 from trainctl.migration.configs.import_file import import_file
 from trainctl.migration.configs.import_table import import_document
 from trainctl.migration.configs.pickled import read_pickled
 from trainctl.migration.configs.result import Why
 from trainctl.migration.configs.tables import load_table
+from trainctl.plans.schedule import Curve
+from trainctl.rules.resolve import resolve
 
 
 def convert(folder=Path(), **document):
@@ -190,3 +194,66 @@ def test_recomputation_kept_checkpoints_and_old_names():
     assert "hardware" not in convert(use_cpu=False).choices
     accuracy = convert(load_best_model_at_end=True, metric_for_best_model="accuracy")
     assert {"load_best_model_at_end", "metric_for_best_model"} <= {*left(accuracy)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "difference"),
+    [
+        ("linear", {}, 0.02),
+        ("cosine", {}, 0.02),
+        ("constant", {}, 1e-9),
+        ("constant_with_warmup", {}, 1e-9),
+        ("polynomial", {"power": 2.0, "lr_end": 1e-5}, 0.03),
+        ("inverse_sqrt", {}, 1e-9),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, 0.02),
+        ("cosine_with_restarts", {"num_cycles": 3}, 0.06),
+        # There the warmup starts at the lowest rate.
+        ("warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "linear"}, 0.06),
+    ],
+)
+def test_schedules_give_the_rates_of_transformers(kind, arguments, difference):
+    """An update of trainctl has the rate that the Trainer's next one has: it starts above 0.
+
+    Restarts jump a step apart, so three of a hundred steps are not counted.
+    """
+    from transformers import get_scheduler
+
+    steps, warmup, rate = 100, 10, 1e-3
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    scheduler = get_scheduler(
+        kind, optimizer, warmup, steps, scheduler_specific_kwargs=dict(arguments)
+    )
+    theirs = []
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        theirs.append(optimizer.param_groups[0]["lr"] / rate)
+    result = convert(
+        lr_scheduler_type=kind,
+        lr_scheduler_kwargs=arguments,
+        learning_rate=rate,
+        max_steps=steps,
+        warmup_steps=warmup,
+    )
+    assert "lr_scheduler_type" in result.carried and not left(result)
+    rates = [x for x in result.overrides if x.startswith(("schedule", "training.steps"))]
+    config = compose(["recipe=tiny", *rates]).config
+    plan = resolve(config, resolve_hardware(config.hardware)).plan
+    curve = Curve.of(plan)
+    found = sorted(abs(curve.factor(step) - theirs[step]) for step in range(steps))
+    assert found[-4] <= difference
+
+
+def test_schedules_that_are_only_near():
+    plateau = convert(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 2})
+    assert plateau.settings["schedule.plateau_patience"] == 3  # torch drops after one more
+    flat = convert(lr_scheduler_type="inverse_sqrt")
+    assert "lr_scheduler_type" in left(flat)
+    epochs = convert(
+        lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}
+    )
+    assert "lr_scheduler_type" in left(epochs)
+    one = convert(lr_scheduler_type="cosine_with_restarts")
+    assert one.choices["schedule"] == "cosine"
+    greedy = convert(lr_scheduler_type="greedy", lr_scheduler_kwargs={"window": 3})
+    assert {"lr_scheduler_type", "lr_scheduler_kwargs"} <= {*left(greedy)}

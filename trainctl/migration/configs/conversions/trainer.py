@@ -68,8 +68,10 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "constant_with_warmup": ("constant", {}),
     "polynomial": ("polynomial", {"power": 1.0, "floor_ratio": 0.0}),
     "inverse_sqrt": ("inverse_sqrt", {"floor_ratio": 0.0}),
-    "reduce_lr_on_plateau": ("plateau", {"step_factor": 0.1, "plateau_patience": 10}),
+    "reduce_lr_on_plateau": ("plateau", {"step_factor": 0.1, "plateau_patience": 11}),
     "cosine_with_min_lr": ("cosine", {}),
+    "cosine_warmup_with_min_lr": ("cosine", {}),
+    "cosine_with_restarts": ("cosine_restarts", {"restart_factor": 1, "floor_ratio": 0.0}),
     "warmup_stable_decay": ("wsd", {"decay_shape": "cosine", "floor_ratio": 0.0}),
 }
 """Schedule and its keys for each `lr_scheduler_type` (transformers, optimization.py)."""
@@ -95,32 +97,80 @@ def convert_schedule(source: Conversion, name: str) -> None:
     warmup(source, is_used=kind != "constant")
 
 
+DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "one_minus_sqrt"}
+"""Shape of the final decay for each `decay_type`."""
+
+
 def _schedule_arguments(source: Conversion, kind: str) -> None:
-    arguments = source.get("lr_scheduler_kwargs")
-    if not isinstance(arguments, dict) or not arguments:
-        return
-    peak = source.number("learning_rate")
-    known: dict[str, tuple[str, Any]] = {}
-    for name, value in arguments.items():
-        if not is_number(value):
-            continue
-        if name == "min_lr_rate":
-            known[name] = ("schedule.floor_ratio", value)
-        elif name in ("min_lr", "lr_end") and peak:
-            known[name] = ("schedule.floor_ratio", value / peak)
-        elif name == "power":
-            known[name] = ("schedule.power", value)
-        elif name == "num_decay_steps" and kind == "warmup_stable_decay":
-            known[name] = ("schedule.decay_steps", value)
+    """Convert `lr_scheduler_kwargs`, also where none are given but their defaults matter."""
+    name = "lr_scheduler_kwargs"
+    given = source.get(name)
+    arguments = dict(given) if isinstance(given, dict) else {}
+    known = {}
+    for argument, value in arguments.items():
+        found = _schedule_argument(kind, argument, value, source.number("learning_rate"))
+        if found is not None:
+            known[argument] = found
     for ours, value in known.values():
-        source.set(ours, value, "lr_scheduler_kwargs")
-    rest = {name: value for name, value in arguments.items() if name not in known}
+        source.set(ours, value, name)
+    if kind == "cosine_with_restarts":
+        _restarts(source, arguments)
+        known["num_cycles"] = ("", 0)
+    is_flat = kind == "inverse_sqrt" and not (
+        source.get("warmup_steps") or source.get("warmup_ratio")
+    )
+    if is_flat and "timescale" not in arguments:
+        source.leave(
+            "lr_scheduler_type",
+            "without a warmup its rate falls from step 10,000 on; here from the first",
+            "schedule.warmup_steps=N",
+        )
+    rest = {each: value for each, value in arguments.items() if each not in known}
     if rest:
         source.leave(
-            "lr_scheduler_kwargs",
+            name,
             f"no key for {', '.join(rest)} of {kind}",
             "the keys of the group schedule",
             value=rest,
+        )
+
+
+def _schedule_argument(
+    kind: str, name: str, value: Any, peak: float | None
+) -> tuple[str, Any] | None:
+    """Return trainctl's key and value for an argument of a schedule; None if there is none."""
+    if kind == "warmup_stable_decay" and name == "decay_type" and value in DECAYS:
+        return "schedule.decay_shape", DECAYS[value]
+    if not is_number(value):
+        return None
+    if name in ("min_lr_rate", "min_lr_ratio"):
+        return "schedule.floor_ratio", value
+    if name in ("min_lr", "lr_end") and peak:
+        return "schedule.floor_ratio", value / peak
+    if name == "patience":
+        return "schedule.plateau_patience", int(value) + 1  # torch drops after one more
+    keys = {"power": "power", "factor": "step_factor"}
+    if kind == "warmup_stable_decay":
+        keys["num_decay_steps"] = "decay_steps"
+    return (f"schedule.{keys[name]}", value) if name in keys else None
+
+
+def _restarts(source: Conversion, arguments: dict[str, Any]) -> None:
+    """Convert the number of cycles to their length, which needs the length of the run."""
+    steps, warmup = source.count("max_steps"), source.count("warmup_steps")
+    cycles = arguments.get("num_cycles", 1)
+    is_known = steps > warmup and is_number(cycles) and cycles >= 1
+    if is_known and not source.get("warmup_ratio"):
+        length = max(1, round((steps - warmup) / cycles))
+        source.set("schedule.step_every", length, "lr_scheduler_type")
+    elif cycles == 1:
+        source.set("schedule", "cosine", "lr_scheduler_type")
+        source.converted.settings.pop("schedule.restart_factor", None)
+    else:
+        source.leave(
+            "lr_scheduler_type",
+            f"a cycle is counted in steps: {cycles} cycles in the run",
+            "schedule.step_every=N",
         )
 
 
