@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -60,12 +61,15 @@ __all__ = [
     "add_tokens",
     "check_deepspeed",
     "check_machine",
+    "fetch",
     "import_checkpoint",
     "import_config",
     "launch",
+    "list_checkpoints",
     "list_recipes",
     "list_runs",
     "load",
+    "opened_run",
     "plan",
     "prove",
     "prove_migration",
@@ -73,6 +77,7 @@ __all__ = [
     "resume",
     "search",
     "sweep",
+    "verify_checkpoints",
 ]
 
 Place = str | PathLike[str]
@@ -833,6 +838,7 @@ def resume(
     progress: Progress | Observer | None = None,
     config_dir: Place | None = None,
     script_arguments: list[str] | None = None,
+    run_dir: Place | None = None,
 ) -> Run:
     """Continue a run as a new attempt, from its newest complete checkpoint.
 
@@ -840,7 +846,7 @@ def resume(
     happens. See `launch` for how it is supervised, and for what is raised.
 
     Args:
-        run: A run, or its directory.
+        run: A run, its directory, or the URL of its mirror, from which `fetch` makes a directory.
         overrides: Changes of its configuration.
         step: Continue from the checkpoint after so many steps, and leave later ones behind.
         attempt: Attempt whose configuration to take; None is the newest that got going.
@@ -852,6 +858,7 @@ def resume(
         progress: Called with each record of the run, while this call waits.
         config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
         script_arguments: Arguments of the run's script, in place of the ones it had.
+        run_dir: Directory to make from a mirror; None makes one in `runs/`.
 
     Raises:
         TrainctlError: The folder is no run, is in use, or has no checkpoint to continue from; or
@@ -861,7 +868,7 @@ def resume(
     from trainctl.launchers import start
 
     began = time.time()
-    run = run if isinstance(run, Run) else Run(run)
+    run = _opened_or_fetched(run, run_dir, step)
     configure = partial(_recomposed, overrides, _config_dir(config_dir), script_arguments)
     observer = progress if isinstance(progress, start.Observer) else start.Observer(progress)
     if prove_first:
@@ -1040,6 +1047,106 @@ def prove_migration(
     )
 
 
+def _opened_or_fetched(run: Run | Place, run_dir: Place | None, step: int | None) -> Run:
+    if isinstance(run, str) and _is_url(run):
+        return fetch(run, run_dir, step=step)
+    if run_dir is not None:
+        raise TrainctlError(
+            f"{run} is a run's directory, which stays where it is",
+            hint="--run-dir is the directory to make from a mirror's URL",
+        )
+    return run if isinstance(run, Run) else Run(run)
+
+
+def fetch(
+    url: str,
+    run_dir: Place | None = None,
+    *,
+    step: int | None = None,
+    progress: WorkProgress | None = None,
+) -> Run:
+    """Make a run directory from a mirror (`checkpoint.mirror`), with one checkpoint, to resume it.
+
+    Args:
+        run_dir: The directory; None makes one in `runs/` with the name that the run had.
+        step: Step of the checkpoint; None takes the newest.
+        progress: Called with the name of a piece of work, the units done, and their total.
+
+    Raises:
+        TrainctlError: There is no such mirror or checkpoint, the directory exists, or what is there
+            is damaged (exit code 5); or the store cannot be read (exit code 4).
+    """
+    from trainctl.mirror.fetch import fetch_run
+
+    made = fetch_run(url, run_dir=_folder(run_dir), step=step, progress=progress or _ignore)
+    return Run(made.root)
+
+
+@contextmanager
+def opened_run(
+    run: Place,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    progress: WorkProgress | None = None,
+) -> Iterator[Run]:
+    """Give the run in a directory; of a mirror's URL, a copy with one checkpoint, which is removed.
+
+    Args:
+        step: Step of the checkpoint that is used; None takes the newest.
+        best: Whether it is the one with the lowest held-out loss.
+        progress: Called with the name of a piece of work, the units done, and their total.
+    """
+    if not _is_url(str(run)):
+        yield Run(run)
+        return
+    from trainctl.mirror.fetch import fetched_checkpoint
+
+    with fetched_checkpoint(str(run), step=step, best=best, progress=progress or _ignore) as copy:
+        yield Run(copy.root)
+
+
+def list_checkpoints(run: Place) -> list[dict[str, Any]]:
+    """Return the facts of each checkpoint of a directory or a mirror, as `checkpoint ls --json`."""
+    from trainctl.mirror.fetch import Mirror
+    from trainctl.runs.checkpoint_selection import describe_checkpoints
+
+    return (
+        Mirror(str(run)).describe() if _is_url(str(run)) else describe_checkpoints(Run(run).paths)
+    )
+
+
+def verify_checkpoints(
+    run: Place, *, step: int | None = None, progress: WorkProgress | None = None
+) -> list[dict[str, Any]]:
+    """Read every byte of the checkpoints of a directory or a mirror.
+
+    Args:
+        step: Step of the only checkpoint to verify; None verifies all.
+        progress: Called with the name of a piece of work, the units done, and their total.
+
+    Returns:
+        `step`, `path` and `problems` of each; no problems if it is intact.
+    """
+    from trainctl.mirror.fetch import Mirror
+    from trainctl.runs.checkpoint_selection import select_checkpoints, verify_checkpoint
+
+    show = progress or _ignore
+    if _is_url(str(run)):
+        return Mirror(str(run)).verify_all(step, show)
+    paths = Run(run).paths
+    return [
+        {"step": at, "path": str(path), "problems": verify_checkpoint(paths, path, show)}
+        for at, path in select_checkpoints(paths, None if step is None else [step])
+    ]
+
+
+def _is_url(place: str) -> bool:
+    from trainctl.readers.remote import is_url
+
+    return is_url(place)
+
+
 def sweep(
     *overrides: str,
     sweep_dir: Place | None = None,
@@ -1117,6 +1224,11 @@ class Run:
     def __init__(self, path: Place) -> None:
         from trainctl.runs.directory import open_run
 
+        if _is_url(str(path)):
+            raise TrainctlError(
+                f"{path} is a URL, and this needs a run directory",
+                hint=f"trainctl resume {path} makes one from a mirror; in Python, trainctl.fetch",
+            )
         self.paths = open_run(Path(path))
 
     @classmethod
@@ -1631,8 +1743,8 @@ def load(
     checkpoint's weights pass through a temporary folder (TMPDIR).
 
     Args:
-        run: A run (its newest intact checkpoint), its directory, a checkpoint, or a directory that
-            was exported.
+        run: A run (its newest intact checkpoint), its directory, the URL of its mirror, a
+            checkpoint, or a directory that was exported.
         step: Step of the run's checkpoint.
         best: The run's checkpoint with the lowest held-out loss.
         weights: `raw`, or `ema` for their moving average.
@@ -1652,6 +1764,9 @@ def load(
     from trainctl.train.export.loading import load_export, load_run_export
 
     _require_one_of("dtype", dtype, _DTYPES)
+    if isinstance(run, str) and _is_url(run):
+        with opened_run(run, step=step, best=best) as copy:
+            return load(copy, step=step, best=best, weights=weights, dtype=dtype, device=device)
     if isinstance(run, Checkpoint) and (step is not None or best):
         raise TrainctlError("a checkpoint is given: leave out step and best")
     if isinstance(run, str | PathLike) and _is_export(Path(run)):

@@ -109,6 +109,17 @@ Run = Annotated[
         metavar="[RUN]", help="Run directory; default: the newest run.", show_default=False
     ),
 ]
+RunOrUrl = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN|URL]",
+        help="Run directory, or URL of its mirror; default: the newest run.",
+        show_default=False,
+    ),
+]
+NamedRunOrUrl = Annotated[
+    str, typer.Argument(metavar="RUN|URL", help="Run directory, or URL of its mirror.")
+]
 NamedRun = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 Step = Annotated[
     int | None,

@@ -16,6 +16,7 @@ from trainctl.cli.arguments import (
     NamedRun,
     Overrides,
     Run,
+    RunOrUrl,
     open_run_or_newest,
 )
 from trainctl.cli.console import (
@@ -28,32 +29,30 @@ from trainctl.cli.console import (
 )
 from trainctl.config.quantities import count_text
 from trainctl.errors import ExitCode
-from trainctl.runs.checkpoint_selection import describe_checkpoints, select_checkpoints
-from trainctl.runs.checkpoint_selection import verify_checkpoint as problems_of
-from trainctl.runs.directory import open_or_newest
+from trainctl.readers.remote import is_url
 
 app = typer.Typer(help="List, verify, import, remove and save checkpoints.", add_completion=False)
 
 
 @app.command("ls")
-def list_(run: Run = None, as_json: Json = False) -> None:
-    """List the checkpoints of a run, oldest first.
+def list_(run: RunOrUrl = None, as_json: Json = False) -> None:
+    """List the checkpoints of a run or of its mirror, oldest first.
 
     Sizes are compared with the manifest; `verify` also reads every byte.
     """
-    paths = open_or_newest(run)
-    rows = describe_checkpoints(paths)
+    place = _named_or_newest(run)
+    rows = api.list_checkpoints(place)
     if as_json:
-        print_json({"schema": 1, "run": str(paths.root), "checkpoints": rows})
+        print_json({"schema": 1, "run": place, "checkpoints": rows})
     elif rows:
         _print_table(rows)
     else:
-        print_message(f"{paths.root} has no checkpoint yet")
+        print_message(f"{place} has no checkpoint yet")
 
 
 @app.command()
 def verify(
-    run: Run = None,
+    run: RunOrUrl = None,
     step: Annotated[
         int | None,
         typer.Option(
@@ -68,14 +67,11 @@ def verify(
 
     Exits with 5 if one is damaged.
     """
-    paths = open_or_newest(run)
+    place = _named_or_newest(run)
     with Meter() as meter:
-        rows: list[dict[str, Any]] = [
-            {"step": number, "path": str(path), "problems": problems_of(paths, path, meter)}
-            for number, path in select_checkpoints(paths, None if step is None else [step])
-        ]
+        rows = api.verify_checkpoints(place, step=step, progress=meter)
     if as_json:
-        print_json({"schema": 1, "run": str(paths.root), "checkpoints": rows})
+        print_json({"schema": 1, "run": place, "checkpoints": rows})
     else:
         for row in rows:
             if not row["problems"]:
@@ -170,6 +166,13 @@ def now(run: Run = None, as_json: Json = False) -> None:
         print_json({"schema": 1, **where})
     else:
         print_data(f"saved {saved.path}")
+
+
+def _named_or_newest(run: str | None) -> str:
+    """Return a URL as it is, or the whole path of a run."""
+    if run is not None and is_url(run):
+        return run
+    return str(open_run_or_newest(None if run is None else Path(run)).path)
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import Best, Json, NamedRun, Step, Weights, WhichWeights
+from trainctl.cli.arguments import Best, Json, NamedRunOrUrl, Step, Weights, WhichWeights
 from trainctl.cli.console import (
     Meter,
     print_data,
@@ -69,7 +69,7 @@ ShardSize = Annotated[
 
 
 def export(
-    run: NamedRun,
+    run: NamedRunOrUrl,
     out: Out = None,
     step: Step = None,
     best: Best = False,
@@ -103,22 +103,18 @@ def export(
     """
     if adapter and (merge or shard_size):
         raise TrainctlError(f"--adapter with {'--merge' if merge else '--shard-size'}: choose one")
-    with Meter() as meter:
-        result = (
-            api.Run(run)
-            .checkpoint(step, best=best, warn=print_warning)
-            .export(
-                out,
-                to=to,
-                dtype=dtype.value if dtype is not None else None,
-                weights=weights.value,
-                adapter=adapter if adapter or merge else None,
-                shard_size=shard_size,
-                check=check,
-                card=card,
-                public=public,
-                progress=meter,
-            )
+    with Meter() as meter, api.opened_run(run, step=step, best=best, progress=meter) as opened:
+        result = opened.checkpoint(step, best=best, warn=print_warning).export(
+            out,
+            to=to,
+            dtype=dtype.value if dtype is not None else None,
+            weights=weights.value,
+            adapter=adapter if adapter or merge else None,
+            shard_size=shard_size,
+            check=check,
+            card=card,
+            public=public,
+            progress=meter,
         )
     if as_json:
         print_json({"schema": 1, **result})

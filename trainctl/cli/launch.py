@@ -26,6 +26,7 @@ from trainctl.cli.arguments import (
 )
 from trainctl.cli.commands import script_arguments
 from trainctl.cli.console import (
+    Meter,
     findings_to_json,
     print_data,
     print_json,
@@ -63,6 +64,7 @@ from trainctl.launchers.resume import (
 )
 from trainctl.launchers.start import Observer, check_machine
 from trainctl.plans.types import RunPlan
+from trainctl.readers.remote import is_url
 from trainctl.runs.attempts import changes_text
 from trainctl.runs.command import command_record
 from trainctl.runs.directory import (
@@ -148,6 +150,7 @@ def resume(
         ),
     ] = False,
     attempt: AttemptOption = None,
+<<<<<<< HEAD
     prove: Annotated[
         bool,
         typer.Option(
@@ -155,6 +158,16 @@ def resume(
             help="First replay a step with and without the changes; refuse if they differ.",
         ),
     ] = False,
+=======
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory to make from a mirror's URL; default: runs/ and the run's name.",
+            show_default=False,
+        ),
+    ] = None,
+>>>>>>> c18c748e (resume, export and checkpoint ls and verify take the URL of a mirror)
     dry_run: DryRun = False,
     force: Force = False,
     config_dir: ConfigDir = None,
@@ -165,15 +178,17 @@ def resume(
     """Continue a run (the newest, if none is named) from its newest complete checkpoint.
 
     One that was stopped before its first checkpoint begins again, as it was configured. A script is
-    started again as it was; words after -- replace its arguments.
+    started again as it was; words after -- replace its arguments. The URL of a mirror
+    (checkpoint.mirror) makes the run's directory anew on this machine.
 
-    Examples: trainctl resume; trainctl resume runs/NAME training.steps=400
+    Examples: trainctl resume; trainctl resume runs/NAME training.steps=400;
+    trainctl resume s3://bucket/runs/NAME
     """
     target, overrides = split_target(run)
     if not dry_run:
         tolerate_broken_pipe()
     api.resume(
-        api.Run(target) if target is not None else api.Run.newest(),
+        api.Run.newest() if target is None else _fetched(target, run_dir, step, as_json=as_json),
         *overrides,
         step=step,
         attempt=attempt,
@@ -186,7 +201,21 @@ def resume(
         ),
         config_dir=config_dir,
         script_arguments=script_arguments(context),
+        run_dir=None if target is not None and is_url(target) else run_dir,
     )
+
+
+def _fetched(
+    target: str, run_dir: Path | None, step: int | None, *, as_json: bool
+) -> api.Run | str:
+    """Return the run that is fetched from a URL, and say where it is; a path as it is."""
+    if not is_url(target):
+        return target
+    with Meter() as meter:
+        run = api.fetch(target, run_dir, step=step, progress=meter)
+    if not as_json:
+        print_data(f"fetched {target} to {run.path}")
+    return run
 
 
 def program_name(config: RunConfig) -> str:

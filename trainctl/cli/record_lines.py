@@ -9,6 +9,7 @@ from trainctl.cli.console import to_printable
 from trainctl.runs.event_descriptions import (
     describe_divergence,
     describe_intervention,
+    describe_mirror_problem,
     describe_straggler,
 )
 from trainctl.runs.records import number
@@ -242,6 +243,10 @@ def _logger(event: Event) -> list[str]:
     ]
 
 
+def _mirror(event: Event) -> list[str]:
+    return [to_printable(describe_mirror_problem(event))]
+
+
 def _sample(event: Event) -> list[str]:
     return ["sampled text:", *(f"  {to_printable(line)}" for line in event["text"].splitlines())]
 
@@ -272,6 +277,7 @@ _LINES: dict[str, Callable[[Event], list[str]]] = {
     "stopping": _stopping,
     "waiting": _waiting,
     "logger": _logger,
+    "mirror": _mirror,
     "sample": _sample,
 }
 """Function that formats a record, by the record's kind."""

@@ -27,6 +27,8 @@ LITERAL = "TC167"
 WRITTEN = "would be written with the run"
 
 URL_REMEDIES = {
+    "checkpoint": "leave out what stands before its @: credentials are those of its client's own "
+    "variables and files, such as AWS_PROFILE",
     "logging": "leave out what stands before its @: a tracker's client has variables and files of "
     "its own for it, such as MLFLOW_TRACKING_PASSWORD",
     "data": "leave out what stands before its @, and signatures and tokens in its query: "

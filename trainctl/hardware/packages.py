@@ -32,6 +32,7 @@ from trainctl.hardware.facts import Hardware, error_finding, warning_finding
 from trainctl.options.adapter import low_rank
 from trainctl.options.data import modules_of_source
 from trainctl.options.logger import missing_modules_finding, python_of
+from trainctl.readers.remote import modules_of_url
 
 CHECKED_PACKAGES = ("trainctl", "deepspeed", "transformers", "accelerate")
 """Packages whose requirements are compared with what is installed; the last one is optional."""
@@ -140,6 +141,9 @@ def _optional_modules(config: RunConfig) -> Iterator[tuple[str, str, tuple[str, 
     if adapter is not None and adapter.is_quantized:
         kind = adapter.base_weights.value
         yield "adapter.base_weights", kind, bitsandbytes, "adapter.base_weights=compute"
+    mirror = config.checkpoint.mirror
+    if mirror is not None:
+        yield "checkpoint.mirror", mirror, modules_of_url(mirror), ""
     for group in set(unit_groups()) - {"data"}:
         section = getattr(config, group)
         spec = load_spec(group, kind_of(section))

@@ -43,6 +43,7 @@ from trainctl.runs.directory import (
     last_attempt,
     new_attempt,
     open_run,
+    run_id,
 )
 from trainctl.runs.failures import first_failure
 from trainctl.runs.layout import AttemptPaths, RunPaths
@@ -154,6 +155,7 @@ def start_run(
     plan = _accepted_plan(planned, observer, force=force)
     observer.accepted(planned, plan, None, None)
     check_machine(planned, plan, run_dir or DEFAULT_ROOT, observer)
+    _check_mirror(plan, None)
     run = create_run(plan.config, run_dir=run_dir, argv=argv)
     _run_attempt(run, planned, plan, observer, wait=wait, began=began)
     return run
@@ -203,6 +205,7 @@ def resume_run(
         plan = _accepted_plan(planned, observer, force=force)
         observer.accepted(planned, plan, run, resume)
         check_machine(planned, plan, run.root, observer)
+        _check_mirror(plan, run)
         if from_start or (checkpoint is not None and step is not None):
             for path in archive_later_checkpoints(run, step or 0, attempt=last_attempt(run) + 1):
                 observer.left_behind(path)
@@ -251,6 +254,21 @@ def check_machine(planned: PlannedConfig, plan: RunPlan, folder: Path, observer:
     if any(finding.is_error for finding in findings):
         raise TrainctlError.from_findings(findings)
     observer.found(findings)
+
+
+def _check_mirror(plan: RunPlan, run: RunPaths | None) -> None:
+    """Refuse to start with the mirror of another run.
+
+    Raises:
+        TrainctlError: It is another's.
+    """
+    url = plan.config.checkpoint.mirror
+    if url is not None and plan.config.trains_itself:
+        from trainctl.mirror.fetch import owner_finding
+
+        finding = owner_finding(url, None if run is None else run_id(run))
+        if finding is not None:
+            raise TrainctlError.from_findings([finding])
 
 
 def _run_attempt(

@@ -319,6 +319,11 @@ def _budget_notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
             "Ranks of the expert axis are counted as equally busy: one that gets twice the mean "
             "of tokens keeps twice as much of its experts' activations."
         )
+    if config.checkpoint.mirror is not None:
+        notes.append(
+            f"Up to {config.checkpoint.keep} of the checkpoints on disk wait for checkpoint.mirror "
+            "while it cannot be reached."
+        )
     return notes
 
 

@@ -95,6 +95,12 @@ HOST_RUNTIME = Range(low=GIB, usual=int(2.5 * GIB), high=4 * GIB)
 """Resident host memory of one rank on an accelerator: Python, torch's libraries, the driver."""
 
 
+MIRROR_BYTES = 400 << 20
+"""Host memory of the process that sends checkpoints to `checkpoint.mirror`: 4 parts of 32 MiB in
+flight, each once more as it is read back, and Python with a client of the store.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragmentation:
     """Memory that the caching allocator holds but cannot use, as a fraction of allocated memory."""

@@ -11,6 +11,7 @@ from trainctl.memory.activations import compute_bytes, stage_activations
 from trainctl.memory.constants import (
     CHECKPOINT_MANIFEST_BYTES,
     HOST_RUNTIME,
+    MIRROR_BYTES,
     NVME_OPTIMIZER_BUFFERS,
 )
 from trainctl.memory.engine import EngineMemory
@@ -63,6 +64,8 @@ def host_budget(
         per_rank["activations"] = activations.offloaded
     ranks = plan.hardware.devices_per_node
     components = {name: size * ranks for name, size in per_rank.items() if size}
+    if plan.config.checkpoint.mirror is not None:
+        components["mirror"] = MIRROR_BYTES
     return HostBudget(bytes_per_node=sum(components.values()), components=components)
 
 
@@ -186,11 +189,13 @@ def checkpoint_bytes(plan: LayoutPlan, engine: EngineMemory) -> int:
 def checkpoints_kept_bytes(plan: RunPlan, one: int) -> int:
     """Return the bytes of all checkpoints on disk at once: kept, best, and being written.
 
-    The checkpoint at the end of a stable phase is counted too; those of earlier extensions are not.
+    As many as are kept may wait for a mirror that cannot be reached. The checkpoint at the end of a
+    stable phase is counted too; those of earlier extensions are not.
     """
     settings = plan.config.checkpoint
     best, stable = settings.best_of is not None, Curve.of(plan).stable_end is not None
-    return one * (settings.keep + 1 + best + stable)
+    waiting = settings.keep if settings.mirror is not None else 0
+    return one * (settings.keep + 1 + best + stable + waiting)
 
 
 def weights_only_bytes(plan: LayoutPlan, engine: EngineMemory) -> int:

@@ -6,13 +6,14 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.mirror.index import (
     PARTS_AT_ONCE,
     Index,
@@ -96,7 +97,7 @@ class Mirror:
         return [
             {
                 "step": each.step,
-                "path": f"{self.url}/{each.files}",
+                "path": self._path(each),
                 "saved": each.stored,
                 "bytes": each.bytes,
                 "metrics": each.metrics,
@@ -125,6 +126,25 @@ class Mirror:
             problems.append(f"{checkpoint.name}: {error.message}")
         progress(f"verifying {checkpoint.name}", checkpoint.bytes, checkpoint.bytes)
         return problems
+
+    def verify_all(self, step: int | None, progress: Progress) -> list[dict[str, Any]]:
+        """Verify all checkpoints, or those of a step; return step, path and problems of each.
+
+        Raises:
+            TrainctlError: None is listed (exit code 5).
+        """
+        chosen = [each for each in self.index.checkpoints if step in (None, each.step)]
+        if not chosen:
+            self.checkpoint(step)  # says which there are
+            raise TrainctlError(f"{self.url} lists no checkpoint", exit_code=ExitCode.run_state)
+        return [
+            {"step": each.step, "path": self._path(each), "problems": self.verify(each, progress)}
+            for each in chosen
+        ]
+
+    def _path(self, checkpoint: ListedCheckpoint) -> str:
+        """Return a checkpoint's name below the URL, as it is shown: no object has this key."""
+        return f"{self.url}/{checkpoint.name}"
 
     def fetch(
         self, root: Path, checkpoints: Sequence[ListedCheckpoint], progress: Progress
@@ -282,3 +302,44 @@ def fetched_checkpoint(
         if checkpoint is None:
             raise TrainctlError(f"{url} lists no checkpoint", exit_code=ExitCode.run_state)
         yield mirror.fetch(root, [checkpoint], progress)
+
+
+_OWNER_SECONDS = 5.0
+"""Time for asking a store whose mirror it has; a slow one does not delay a launch by more."""
+
+
+def owner_finding(url: str, run: str | None) -> Finding | None:
+    """Return an error if a URL is known to be the mirror of another run.
+
+    A store that does not answer is no error: the process that sends says so while the run goes on.
+
+    Args:
+        run: Id of the run that is to be mirrored; None for a new one.
+    """
+    protocol, _, path = url.partition("://")
+    if protocol == "file" and is_run(Path(path)):
+        return Finding(
+            rule="TC177",
+            key="checkpoint.mirror",
+            message=f"{url} is a run directory",
+            hint="checkpoint.mirror=file:///FOLDER/NAME: a new folder",
+        )
+    found: list[Index] = []
+
+    def ask() -> None:
+        with suppress(Exception):
+            index, _ = newest_index(Store(url, attempts=1))
+            found.extend([index] if index is not None else [])
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_OWNER_SECONDS)
+    if not found or found[0].run == run:
+        return None
+    return Finding(
+        rule="TC177",
+        key="checkpoint.mirror",
+        message=f"{url} is the mirror of another run, {found[0].name} ({found[0].host})",
+        hint=f"checkpoint.mirror={url.rstrip('/')}/NAME: a folder for each run; or continue that "
+        f"one with trainctl resume {url}",
+    )

@@ -109,3 +109,10 @@ def describe_straggler(event: Mapping[str, Any]) -> str:
         f"{event['step']:,}, and all wait for it; most of it in {event['part']}: "
         f"{event['seconds']:.3g} s a step instead of {event['usual_seconds']:.3g} s"
     )
+
+
+def describe_mirror_problem(event: Mapping[str, Any]) -> str:
+    """Describe a `mirror` record in a sentence."""
+    if not event["problem"]:
+        return "the mirror gets checkpoints again"
+    return f"checkpoints do not reach the mirror, and stay on this disk: {event['problem']}"

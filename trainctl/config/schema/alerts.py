@@ -12,7 +12,7 @@ class AlertKind(Enum):
     """Event that can raise an alert."""
 
     failure = "failure"
-    """An attempt failed."""
+    """An attempt failed, or checkpoints do not reach `checkpoint.mirror`."""
     restart = "restart"
     """A new attempt replaces a failed one."""
     spike = "spike"

@@ -34,6 +34,7 @@ from trainctl.runs.directory import read_plan, run_id
 from trainctl.runs.event_descriptions import (
     describe_divergence,
     describe_intervention,
+    describe_mirror_problem,
     describe_straggler,
 )
 from trainctl.runs.failures import describe_failure
@@ -63,6 +64,7 @@ _ALERTS_BY_EVENT: dict[str, tuple[AlertKind, Callable[[Event], str]]] = {
     "intervention": (AlertKind.spike, describe_intervention),
     "divergence": (AlertKind.spike, describe_divergence),
     "straggler": (AlertKind.straggler, describe_straggler),
+    "mirror": (AlertKind.failure, describe_mirror_problem),
 }
 """Kinds of records that cause an alert: the alert's kind, and its text."""
 
@@ -184,11 +186,13 @@ class Alerter:
             if kind == "step":
                 state["step"], state["moved"], state["is_quiet"] = event["step"], now, False
                 state["stepped"] = attempt
-            elif kind != "logger" and state.get("stepped") != attempt:  # before the first step
+            elif (
+                kind not in ("logger", "mirror") and state.get("stepped") != attempt
+            ):  # before the first step
                 state["moved"], state["is_quiet"] = now, False
             if kind not in _ALERTS_BY_EVENT or (kind == "failure" and state["failed"] == attempt):
                 continue  # later failures of an attempt follow from the first
-            if not self._was_asked_for(attempt):
+            if not self._was_asked_for(attempt) or (kind == "mirror" and not event["problem"]):
                 continue
             state["failed"] = attempt if kind == "failure" else state["failed"]
             name, words = _ALERTS_BY_EVENT[kind]

@@ -25,6 +25,7 @@ from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import open_or_newest, open_run, read_plan, read_record
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import RunSummary, summarise_run
+from trainctl.runs.mirror_state import describe_mirror, mirror_text
 from trainctl.runs.sweeps import existing_runs, is_sweep
 
 DOCUMENT_SCHEMA = 1
@@ -163,6 +164,7 @@ class _Run:
             "is_live": summary.is_live,
             "message": summary.message,
             "missing_records": summary.missing_records,
+            "mirror": self._mirror(),
             "created": summary.created,
             "updated": summary.updated,
             "attempt": summary.attempt,
@@ -202,6 +204,14 @@ class _Run:
             ],
             "provenance": self._provenance(),
         }
+
+    def _mirror(self) -> str:
+        """Return what the run's mirror has, what waits and why; empty without a mirror."""
+        if self.plan is None:
+            return ""
+        found = describe_mirror(self._history.run, self.plan.config.checkpoint)
+        problem = f": {found['problem']}" if found is not None and found["problem"] else ""
+        return "" if found is None else mirror_text(found) + problem
 
     def _plan_of(self, number: int) -> RunPlan | None:
         """Return the plan of an attempt; None if there is none that this version can read."""

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainctl.runs.event_descriptions import describe_divergence, describe_straggler
+from trainctl.runs.event_descriptions import (
+    describe_divergence,
+    describe_mirror_problem,
+    describe_straggler,
+)
 from trainctl.runs.failures import describe_failure
 from trainctl.runs.records import Event, number
 
@@ -149,6 +153,10 @@ def _logger(event: Event) -> tuple[str, str]:
     return f"logger {event['name']} cannot send", event["problem"]
 
 
+def _mirror(event: Event) -> tuple[str, str]:
+    return describe_mirror_problem(event), event["problem"]
+
+
 _MARK_MAKERS: Mapping[str, Any] = {
     "launch": _launch,
     "start": _start,
@@ -164,4 +172,5 @@ _MARK_MAKERS: Mapping[str, Any] = {
     "stopping": _stopping,
     "preempted": _preempted,
     "logger": _logger,
+    "mirror": _mirror,
 }

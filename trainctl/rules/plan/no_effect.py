@@ -135,6 +135,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "checkpoint.weights_only_every_steps",
     ),
     (
+        ("checkpoint.mirror",),
+        lambda c: c.trains_itself,
+        "trainctl's own trainer, whose checkpoints it copies",
+    ),
+    (
         ("checkpoint.asynchronous",),
         lambda c: c.offload.optimizer is not OffloadDevice.nvme,
         "an optimizer in memory: what is on NVMe is not copied, but written while training waits",

@@ -14,6 +14,9 @@ from trainctl.rules.rule import WARNING, Problem, rule, warning_problem
 METRICS = ("loss", EMA_METRIC)
 """Metrics that an evaluation measures."""
 
+MIRROR_PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "file")
+"""Protocols of fsspec whose `pipe_file(mode="create")` is one conditional request, and `file`."""
+
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 """Log levels that DeepSpeed accepts (utils/logging.py)."""
 
@@ -107,6 +110,39 @@ def something_is_saved(draft: Draft) -> Iterator[Problem]:
             if lost
             else "only weights are saved: the run cannot be resumed",
             "checkpoint.every_steps=100, checkpoint.every_minutes=30 or checkpoint.at_end=true",
+        )
+
+
+@rule("TC176", "checkpoint.mirror", example="recipe=tiny checkpoint.mirror=http://host/run")
+def mirror_has_conditional_writes(draft: Draft) -> Iterator[Problem]:
+    """checkpoint.mirror is a folder of a store that can refuse to replace an object.
+
+    What is listed in a mirror is written with the condition that nothing was listed meanwhile, so
+    that two runs, or two copies of one, cannot overwrite each other. S3, Google Cloud Storage and
+    Azure have such writes, and a local or shared file system has links. `memory://` ends with its
+    process.
+
+    Fix: Use s3://BUCKET/FOLDER, gs://, az:// or file:///FOLDER, with a folder for this run alone.
+    """
+    url = draft.config.checkpoint.mirror
+    if url is None:
+        return
+    protocol, mark, place = url.partition("://")
+    if not mark or protocol not in MIRROR_PROTOCOLS:
+        why = f"{protocol}://" if mark else "a path"
+        yield Problem(
+            f"checkpoint.mirror={url}: {why} is none of {', '.join(MIRROR_PROTOCOLS)}, whose "
+            "writes can have a condition",
+            "checkpoint.mirror=" + ("s3://BUCKET/FOLDER" if mark else f"file://{url}"),
+        )
+    elif protocol == "file" and not place.startswith("/"):
+        yield Problem(
+            f"checkpoint.mirror={url} is no absolute path", f"checkpoint.mirror=file:///{place}"
+        )
+    elif protocol != "file" and not place.rstrip("/").partition("/")[2]:
+        yield Problem(
+            f"checkpoint.mirror={url} is a whole bucket, and a mirror is a folder of one run",
+            f"checkpoint.mirror={protocol}://{place.rstrip('/') or 'BUCKET'}/runs/NAME",
         )
 
 

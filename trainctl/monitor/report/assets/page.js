@@ -980,6 +980,7 @@
       words.push(`made ${clock(run.created)}`);
       if (run.message) words.push(run.message);
       if (run.missing_records) words.push(`records are missing in events.jsonl: ${run.missing_records}`);
+      if (run.mirror) words.push(`mirror: ${run.mirror}`);
     }
     $("#subtitle").textContent = words.join(" · ");
     const badge = $("#state");
