@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections import namedtuple
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from bucket import s3_server
@@ -20,14 +23,25 @@ from mirrors import (
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.mirror import index as index_module
 from trainctl.mirror import uploader as uploader_module
-from trainctl.mirror.fetch import FETCHING, Mirror, fetch_run, fetched_checkpoint
+from trainctl.mirror.fetch import FETCHING, Mirror, fetch_run, fetched_checkpoint, owner_finding
 from trainctl.mirror.index import index_key, newest_index
 from trainctl.mirror.store import Store
 from trainctl.mirror.uploader import Uploader
-from trainctl.runs.checkpoints import archive_later_checkpoints, list_checkpoints
+from trainctl.runs import mirror_state
+from trainctl.runs.attempts import config_of
+from trainctl.runs.checkpoints import (
+    archive_later_checkpoints,
+    list_checkpoints,
+    rotate_checkpoints,
+)
 from trainctl.runs.directory import run_id
 from trainctl.runs.manifest import verify
-from trainctl.runs.mirror_state import read_mirror_state
+from trainctl.runs.mirror_state import (
+    describe_mirror,
+    kept_for_mirror,
+    read_mirror_state,
+    write_mirror_state,
+)
 from trainctl.runs.records import read_events
 
 
@@ -264,3 +278,43 @@ def test_the_bandwidth_is_bounded(folder_url, tmp_path, monkeypatch):
     monkeypatch.setattr(uploader_module.time, "sleep", slept.append)
     drain(Uploader(run))
     assert max(slept) > 2 * 40_000 / 100_000 * 0.8, "40 kB there and back"
+
+
+def test_a_launch_is_told_that_a_mirror_is_another_runs(folder_url, tmp_path):
+    run = mirrored_run(tmp_path / "run", folder_url)
+    assert owner_finding(folder_url, None) is None
+    drain(Uploader(run))
+    assert owner_finding(folder_url, run_id(run)) is None
+    for url, said in (
+        (folder_url, "mirror of another run, run"),
+        (f"file://{run.root}", "is a run"),
+    ):
+        finding = owner_finding(url, None)
+        assert finding.rule == "TC177" and said in finding.message
+
+
+def test_rotation_spares_what_the_mirror_lacks_and_then_lets_it_go(
+    folder_url, tmp_path, monkeypatch
+):
+    run = mirrored_run(tmp_path, folder_url)
+    config = config_of(run).checkpoint
+    uploader = Uploader(run)
+
+    def rotated(*, keep: int = 2) -> list[int]:
+        spare = partial(kept_for_mirror, run, keep=keep)
+        rotate_checkpoints(run, config, spare=spare)
+        return [info.step for info in list_checkpoints(run)]
+
+    save_steps(run, 10, 20, 30, 40, 50)
+    write_mirror_state(run, replace(read_mirror_state(run), sending="step-00000010"))
+    assert rotated() == [10, 30, 40, 50], "the one that is sent, the newest other, and those kept"
+    found = describe_mirror(run, config)
+    assert found["waiting"] == ["step-00000040", "step-00000050"] and found["step"] is None
+    drain(uploader)
+    assert rotated() == [40, 50]
+    assert describe_mirror(run, config)["waiting"] == []
+    save_steps(run, 60)
+    write_mirror_state(run, replace(read_mirror_state(run), stored={}))
+    full = namedtuple("usage", "total used free")(100, 100, 0)
+    monkeypatch.setattr(mirror_state.shutil, "disk_usage", lambda _: full)
+    assert rotated() == [50, 60]

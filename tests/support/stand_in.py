@@ -11,6 +11,7 @@ raise       rank 1 raises at the third step
 segfault    rank 1 crashes in native code at the third step
 processors  say which ones it may use
 build       rank 0 compiles, as far as others can see it of torch's cpp_extension, until it is noted
+saves       save a small checkpoint at every tenth step, go on from the newest, and rotate
 obliging    save, as far as others can see it, and end when that is asked for
 slow_exit   handle SIGTERM by ending a second later
 """
@@ -74,11 +75,27 @@ if "build" in behaviour and rank == 0:
     (folder / "cpu_adam.so").touch()
     baton.release()
     wait_for_build_records(2)
-last = 10 if "steps" in behaviour else sys.maxsize
+first, last = 1, 10 if "steps" in behaviour else sys.maxsize
+if "saves" in behaviour:
+    from functools import partial
+
+    from small_checkpoints import save
+
+    from trainctl.runs import checkpoints
+    from trainctl.runs.attempts import config_of
+    from trainctl.runs.layout import RunPaths
+    from trainctl.runs.mirror_state import kept_for_mirror
+
+    run = RunPaths(records.parent)
+    settings = config_of(run).checkpoint
+    newest, _ = checkpoints.newest_checkpoint(run)
+    first = newest.step + 1 if newest else 1
+    if rank == 0:
+        checkpoints.clean_temporary(run)
 with EventWriter(records, tag.attempt) as events:
     if rank == 0:
         events.write("start", world_size=int(os.environ["WORLD_SIZE"]))
-    for step in range(1, last + 1):
+    for step in range(first, last + 1):
         if "gloo" in behaviour:
             dist.all_reduce(torch.ones(1))
         if rank == 1 and step == 3 and "raise" in behaviour:
@@ -87,6 +104,10 @@ with EventWriter(records, tag.attempt) as events:
             ctypes.string_at(0)
         if rank == 0:
             events.write("step", step=step, loss=1.0 / step)
+        if rank == 0 and step % 10 == 0 and "saves" in behaviour:
+            save(run, step, files=4, numel=20_000 + step, attempt=tag.attempt)
+            spare = partial(kept_for_mirror, run, keep=settings.keep)
+            checkpoints.rotate_checkpoints(run, settings, spare=spare)
         if "obliging" in behaviour and (records.parent / "requests" / "stop").exists():
             last = step
             break

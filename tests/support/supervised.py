@@ -15,7 +15,7 @@ from preloaded_server import Forked, PreloadedServer
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import new_section
-from trainctl.config.schema import Accelerator, LoggingConfig, RunConfig
+from trainctl.config.schema import Accelerator, CheckpointConfig, LoggingConfig, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.plans.types import Batch, Mesh, RunPlan
 from trainctl.runs.directory import create_run, run_id
@@ -29,7 +29,12 @@ CLEAN_SECONDS = 5.0
 
 
 def make_plan(
-    ranks: int = 2, kind: str = "local", *, loggers: Sequence[str] = (), **launcher: Any
+    ranks: int = 2,
+    kind: str = "local",
+    *,
+    loggers: Sequence[str] = (),
+    checkpoint: CheckpointConfig | None = None,
+    **launcher: Any,
 ) -> RunPlan:
     """Return a plan of which only the launcher matters; stand-ins get no grace to save."""
     launcher.setdefault("interrupt_grace_seconds", 0.0)
@@ -37,6 +42,7 @@ def make_plan(
         config=RunConfig(
             launcher=new_section("launcher", kind, **launcher),
             logging=LoggingConfig(to=list(loggers)),
+            checkpoint=checkpoint or CheckpointConfig(),
         ),
         hardware=Hardware(
             name=f"{ranks}xcpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=ranks

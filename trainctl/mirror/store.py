@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from trainctl.readers.remote import (
     print_notice,
 )
 from trainctl.runs.files import temporary_path, write_bytes
+
+_REMOVED_AT_ONCE = 8
 
 
 class Store:
@@ -92,14 +95,18 @@ class Store:
         return [key for key in keys if not key.endswith(".tmp")]
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove objects; one that is gone already is fine."""
+        """Remove objects, by a request each: not every S3 server knows a request for many.
 
-        def remove() -> None:
+        One that is gone already is fine.
+        """
+
+        def remove(key: str) -> None:
             with suppress(FileNotFoundError):
-                self._file_system.rm([self._path(key) for key in keys])
+                self._file_system.rm_file(self._path(key))
 
-        if keys:
-            self._call(remove, keys[0], "write")
+        with ThreadPoolExecutor(_REMOVED_AT_ONCE) as threads:
+            for _ in threads.map(lambda key: self._call(partial(remove, key), key, "write"), keys):
+                pass
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

@@ -367,8 +367,7 @@ class Uploader:
             store.write(key, data)
             if not self._is_stored(store, key, sha256):
                 raise TrainctlError(
-                    f"{self._url} does not hold what it was sent: {key} is missing or differs",
-                    hint="the store said that it was written; look at the store",
+                    f"{self._url} does not hold what it confirmed: {key} is missing or differs",
                     exit_code=ExitCode.environment,
                 )
         self._sent.add(key)
