@@ -1539,6 +1539,10 @@ ERRORS = [
     ),
     ("TC072", {"model__vocab_size": 256}, gpus(), "257", "vocab_size=257"),
     ("TC075", {"checkpoint__best_of": "accuracy"}, gpus(), "no metric", "best_of=loss"),
+    ("TC176", {"checkpoint__mirror": "memory://a"}, gpus(), "is none of s3", "s3://BUCKET"),
+    ("TC176", {"checkpoint__mirror": "/mnt/a"}, gpus(), "a path is none", "file:///mnt/a"),
+    ("TC176", {"checkpoint__mirror": "file://a/b"}, gpus(), "no absolute", "file:///a/b"),
+    ("TC176", {"checkpoint__mirror": "s3://b/"}, gpus(), "a whole bucket", "s3://b/runs/NAME"),
     (
         "TC092",
         {"deepspeed": {"tensorboard": {"enabled": True}}},
