@@ -20,6 +20,7 @@ from mirrors import (
     unlisted_parts,
 )
 
+from trainctl import api
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.mirror import index as index_module
 from trainctl.mirror import uploader as uploader_module
@@ -318,3 +319,14 @@ def test_rotation_spares_what_the_mirror_lacks_and_then_lets_it_go(
     full = namedtuple("usage", "total used free")(100, 100, 0)
     monkeypatch.setattr(mirror_state.shutil, "disk_usage", lambda _: full)
     assert rotated() == [50, 60]
+
+
+def test_the_runs_of_a_sweep_do_not_share_a_mirror(folder_url, tmp_path):
+    with pytest.raises(TrainctlError, match="is the mirror of one run"):
+        api.sweep(
+            "recipe=tiny",
+            "optimizer.lr=1e-3,1e-4",
+            f"checkpoint.mirror={folder_url}",
+            sweep_dir=tmp_path / "sweep",
+        )
+    assert not (tmp_path / "sweep").exists()

@@ -96,6 +96,7 @@ def start_sweep(
         for point in points
     ]
     _check_queue(plans)
+    _check_mirrors(plans)
     observer.planned(points)
     folder = new_sweep(sweep_dir, overrides, points, config_dir)
     started = []
@@ -231,6 +232,21 @@ def _plan_of_point(
             findings=error.findings,
         ) from None
     return made
+
+
+def _check_mirrors(plans: Sequence[RunPlan]) -> None:
+    """Refuse runs that share a mirror, which has the checkpoints of one run.
+
+    Raises:
+        TrainctlError: Two runs have the same.
+    """
+    mirrors = [plan.config.checkpoint.mirror for plan in plans]
+    shared = next((url for url in mirrors if url is not None and mirrors.count(url) > 1), None)
+    if shared is not None:
+        raise TrainctlError(
+            f"checkpoint.mirror={shared} is the mirror of one run, and the sweep has several",
+            hint="leave it out; a run that is to be kept can be given one on a resume",
+        )
 
 
 def _check_queue(plans: Sequence[RunPlan]) -> None:
