@@ -176,7 +176,7 @@ def test_the_former_machine_cannot_list_after_another_took_over(folder_url, tmp_
     drain(new)
     assert listed(folder_url) == ["step-00000010"], "what came after the fetch is of the old run"
     save_steps(run, 30)
-    with pytest.raises(TrainctlError, match="did not list"):
+    with pytest.raises(TrainctlError, match="does not have what was listed last"):
         old.send()
     old.give_up("")
     for late in (old, Uploader(run), Uploader(other)):
@@ -234,6 +234,24 @@ def test_a_store_that_was_emptied_is_filled_again(folder_url, tmp_path):
     shutil.rmtree(tmp_path / "store")
     drain(Uploader(run))
     assert check_whole(folder_url) == ["step-00000010"]
+
+
+def test_a_store_that_loses_everything_while_the_process_lives_is_filled_again(
+    folder_url, tmp_path
+):
+    run = mirrored_run(tmp_path, folder_url)
+    save_steps(run, 10)
+    uploader = Uploader(run)
+    drain(uploader)
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(TrainctlError, match="does not have what was listed last"):
+        uploader.end()
+    save_steps(run, 20)
+    with pytest.raises(TrainctlError, match="does not have what was listed last"):
+        uploader.send()
+    uploader.give_up("lost")
+    drain(uploader)
+    assert check_whole(folder_url) == ["step-00000010", "step-00000020"]
 
 
 def test_damage_in_the_store_is_found_by_verification_and_by_a_fetch(folder_url, tmp_path):

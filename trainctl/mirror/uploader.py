@@ -152,6 +152,7 @@ class Uploader:
         """
         index = self._index
         assert index is not None
+        self._require_newest(self._opened())
         if self._record_signature() != self._recorded:
             self._commit(index.checkpoints, collects=True)
         else:
@@ -193,6 +194,7 @@ class Uploader:
         store = self._opened()
         newest, self._highest = newest_index(store)
         self._there = part_keys(store)
+        self._sent &= set(self._there)  # the store may have lost some
         checkpoints = self._inherited(newest) if newest is not None else []
         self._listed = {}
         self._records = ()
@@ -398,6 +400,8 @@ class Uploader:
             TrainctlError: Another process has written an index, or the store does not hold this.
         """
         store = self._opened()
+        if self._index is not None:
+            self._require_newest(store)
         recorded = self._record_signature()
         records = tuple(self._send_file(self._run.root, path) for path in self._record_paths())
         self._there = part_keys(store)
@@ -429,6 +433,15 @@ class Uploader:
         if collects and self._is_newest(store):
             self._collect(store)
         return index
+
+    def _require_newest(self, store: Store) -> None:
+        """Raise if the store lost what was listed, or another process listed something since."""
+        if not self._is_newest(store):
+            raise TrainctlError(
+                f"{self._url} does not have what was listed last: another copy of this run sends "
+                "to it, or the store lost it",
+                exit_code=ExitCode.environment,
+            )
 
     def _is_newest(self, store: Store) -> bool:
         """Return True if the last index of this writer is what the mirror lists now."""
