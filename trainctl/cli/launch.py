@@ -150,7 +150,6 @@ def resume(
         ),
     ] = False,
     attempt: AttemptOption = None,
-<<<<<<< HEAD
     prove: Annotated[
         bool,
         typer.Option(
@@ -158,7 +157,6 @@ def resume(
             help="First replay a step with and without the changes; refuse if they differ.",
         ),
     ] = False,
-=======
     run_dir: Annotated[
         Path | None,
         typer.Option(
@@ -167,7 +165,6 @@ def resume(
             show_default=False,
         ),
     ] = None,
->>>>>>> c18c748e (resume, export and checkpoint ls and verify take the URL of a mirror)
     dry_run: DryRun = False,
     force: Force = False,
     config_dir: ConfigDir = None,
