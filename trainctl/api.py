@@ -842,8 +842,8 @@ def resume(
 ) -> Run:
     """Continue a run as a new attempt, from its newest complete checkpoint.
 
-    A run that was stopped before its first checkpoint begins again. Where no step is left, nothing
-    happens. See `launch` for how it is supervised, and for what is raised.
+    A run without a checkpoint begins again. Where no step is left, nothing happens. See `launch`
+    for how it is supervised, and for what is raised.
 
     Args:
         run: A run, its directory, or the URL of its mirror, from which `fetch` makes a directory.
@@ -861,14 +861,13 @@ def resume(
         run_dir: Directory to make from a mirror; None makes one in `runs/`.
 
     Raises:
-        TrainctlError: The folder is no run, is in use, or has no checkpoint to continue from; or
-            the plan is refused. As `RunFailed`: the run failed.
+        TrainctlError: The folder is no run, is in use, or has no checkpoint; or the plan is refused.
+            As `RunFailed`: the run failed.
         KeyboardInterrupt: Ctrl-C; the run has saved and ended.
     """
     from trainctl.launchers import start
 
-    began = time.time()
-    run = _opened_or_fetched(run, run_dir, step)
+    began, run = time.time(), _opened_or_fetched(run, run_dir, step)
     configure = partial(_recomposed, overrides, _config_dir(config_dir), script_arguments)
     observer = progress if isinstance(progress, start.Observer) else start.Observer(progress)
     if prove_first:

@@ -90,6 +90,16 @@ class ResumeMode(StrEnum):
     never = "never"
 
 
+FetchedRunDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Directory to make from a mirror's URL; default: runs/ and the run's name.",
+        show_default=False,
+    ),
+]
+
+
 def launch(
     context: typer.Context,
     overrides: Overrides = None,
@@ -157,14 +167,7 @@ def resume(
             help="First replay a step with and without the changes; refuse if they differ.",
         ),
     ] = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Directory to make from a mirror's URL; default: runs/ and the run's name.",
-            show_default=False,
-        ),
-    ] = None,
+    run_dir: FetchedRunDir = None,
     dry_run: DryRun = False,
     force: Force = False,
     config_dir: ConfigDir = None,
@@ -178,8 +181,7 @@ def resume(
     started again as it was; words after -- replace its arguments. The URL of a mirror
     (checkpoint.mirror) makes the run's directory anew on this machine.
 
-    Examples: trainctl resume; trainctl resume runs/NAME training.steps=400;
-    trainctl resume s3://bucket/runs/NAME
+    Examples: trainctl resume runs/NAME training.steps=400; trainctl resume s3://bucket/runs/NAME
     """
     target, overrides = split_target(run)
     if not dry_run:
