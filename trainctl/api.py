@@ -851,8 +851,7 @@ def resume(
         step: Continue from the checkpoint after so many steps, and leave later ones behind.
         attempt: Attempt whose configuration to take; None is the newest that got going.
         from_start: Begin again, and leave all checkpoints behind.
-        prove_first: Replay one step with and without the changes, and resume only if they differ by
-            rounding at most (`prove`).
+        prove_first: Resume only if a replayed step differs by rounding at most (`prove`).
         force: Start although the budget does not fit.
         wait: Return when the run has ended; otherwise at once.
         progress: Called with each record of the run, while this call waits.
@@ -861,8 +860,8 @@ def resume(
         run_dir: Directory to make from a mirror; None makes one in `runs/`.
 
     Raises:
-        TrainctlError: The folder is no run, is in use, or has no checkpoint; or the plan is refused.
-            As `RunFailed`: the run failed.
+        TrainctlError: It is no run, in use, or has no checkpoint; or the plan is refused. As
+            `RunFailed`: the run failed.
         KeyboardInterrupt: Ctrl-C; the run has saved and ended.
     """
     from trainctl.launchers import start
