@@ -204,10 +204,7 @@ class Plan:
 
         `plan.with_(*suggestion.overrides)` is the changed plan.
         """
-        from trainctl.tuning.suggest import suggest_fitting, suggest_for_slack
-
-        suggest = suggest_fitting if self.details.errors else suggest_for_slack
-        return suggest(self.details.composed.config, self.details.hardware)
+        return self.details.suggestions()
 
     def explain(self, key: str) -> Explanation:
         """Return what set a value, or how it is derived.

@@ -10,7 +10,7 @@ import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides
 from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
-from trainctl.cli.plan_view import show_budget, show_slack, show_suggestions
+from trainctl.cli.plan_view import show_budget, show_suggestions
 from trainctl.config.overrides import split_target
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers.measure import MeasuringStopped, measure
@@ -121,7 +121,7 @@ def _print_comparison(points: Sequence[PlannedPoint], as_json: bool) -> None:
 
 def _print_budget(planned: PlannedConfig, as_json: bool) -> int:
     """Show one budget and return the exit code."""
-    budget, config, hardware = planned.budget, planned.composed.config, planned.hardware
+    budget, hardware = planned.budget, planned.hardware
     traced = compare_with_closed_form(planned.traced, planned.plan) if planned.traced else {}
     if as_json:
         print_json(budget.to_json() | ({"traced": traced} if traced else {}))
@@ -132,10 +132,8 @@ def _print_budget(planned: PlannedConfig, as_json: bool) -> int:
             sizes = traced[key]
             print_data(f"traced: {sizes['traced']:,} {what} ({_size_difference(sizes)})")
     show_findings(planned.findings)
-    if not planned.unforceable_errors and planned.errors and not as_json:
-        show_suggestions(config, hardware)
-    if not planned.errors and not as_json:
-        show_slack(config, hardware)
+    if not planned.unforceable_errors and not as_json:
+        show_suggestions(planned)
     return int(planned.errors[0].exit_code) if planned.errors else 0
 
 

@@ -270,7 +270,7 @@ class LaunchView(Observer):
             show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
         show_findings([*planned.findings, *ignored_trainer_settings(planned.composed)])
         if planned.errors:
-            show_suggestions(planned.composed.config, planned.hardware)
+            show_suggestions(planned)
         if not planned.errors or self._force:
             for technique in plan.not_yet:
                 print_message(f"error: {technique}", style="error")

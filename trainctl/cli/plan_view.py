@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainctl.cli.console import print_data, print_message
-from trainctl.config.schema import RunConfig
-from trainctl.hardware import Hardware
 from trainctl.monitor.plan_text import brief_lines, budget_lines, plan_lines, suggestion_text
 from trainctl.plans.types import RunPlan
-from trainctl.tuning.suggest import suggest_fitting, suggest_for_slack
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan
+    from trainctl.launchers.planning import PlannedConfig
 
 
 def show_plan(plan: RunPlan, data: DataPlan | None, *, brief: bool = False) -> None:
@@ -31,22 +29,13 @@ def show_commands(commands: Sequence[Sequence[str]]) -> None:
         print_data(f"  {shlex.join(command)}")
 
 
-def show_suggestions(config: RunConfig, hardware: Hardware) -> None:
-    """Print, on stderr, overrides with which the configuration would fit."""
-    suggestions = suggest_fitting(config, hardware)
-    if not suggestions:
-        print_message("hint: nothing that trainctl tried makes it fit; use more or larger devices")
-        return
-    print_message("what would fit:")
-    for suggestion in suggestions:
-        print_message(f"  {suggestion_text(suggestion)}")
-
-
-def show_slack(config: RunConfig, hardware: Hardware) -> None:
-    """Print, on stderr, what the free memory of a configuration could buy."""
-    suggestions = suggest_for_slack(config, hardware)
+def show_suggestions(planned: PlannedConfig) -> None:
+    """Print, on stderr, with what a configuration would fit, or what its free memory could buy."""
+    suggestions = planned.suggestions()
     if suggestions:
-        print_message("what the free memory could buy:")
+        print_message("what would fit:" if planned.errors else "what the free memory could buy:")
+    elif planned.errors:
+        print_message("hint: nothing that trainctl tried makes it fit; use more or larger devices")
     for suggestion in suggestions:
         print_message(f"  {suggestion_text(suggestion)}")
 

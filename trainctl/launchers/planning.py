@@ -45,6 +45,7 @@ from trainctl.tuning.input_files import (
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan
+    from trainctl.tuning.suggest import Suggestion
 
 UNCOUNTED = "TC067"
 """Rule of an epoch that was not counted; dropped if files are missing, which is the cause."""
@@ -104,6 +105,15 @@ class PlannedConfig:
     def unforceable_errors(self) -> list[Finding]:
         """Errors that `--force` does not override."""
         return [error for error in self.errors if error.exit_code is not ExitCode.does_not_fit]
+
+    def suggestions(self) -> list[Suggestion]:
+        """Return up to four changes with which it fits, the least costly first; if it fits, changes
+        that use its free memory and are faster.
+        """
+        from trainctl.tuning.suggest import suggest_fitting, suggest_for_slack
+
+        suggest = suggest_fitting if self.errors else suggest_for_slack
+        return suggest(self.composed.config, self.hardware)
 
 
 def compose_config(overrides: Sequence[str] | None, config_dir: Path | None) -> ComposedConfig:
