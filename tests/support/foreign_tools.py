@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 from rank_processes import Case, prepare_once, server
 from ranks import _joined
 from torch.distributed.checkpoint.state_dict import (
@@ -187,6 +190,29 @@ def _deepspeed(stage: int, leg: Leg) -> dict[str, Any]:
     }
 
 
+FSDP_FORMS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+
+
+def _save_as_accelerate(model: PreTrainedModel, optimizer: Any, folder: Path) -> None:
+    """Save by accelerate's functions in each of its forms.
+
+    Its `Accelerator` has FSDP on accelerators only, and a stand-in of it is all that they need.
+    """
+    state = PartialState(cpu=True)
+    stand_in: Any = SimpleNamespace(
+        process_index=state.process_index,
+        num_processes=state.num_processes,
+        is_main_process=state.is_main_process,
+        wait_for_everyone=state.wait_for_everyone,
+        is_fsdp2=True,
+    )
+    for form in FSDP_FORMS:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=form)
+        out = str(folder / form)
+        save_fsdp_model(plugin, stand_in, model, out)
+        save_fsdp_optimizer(plugin, stand_in, optimizer, model, out)
+
+
 def _train_fsdp2(training: Training, leg: Leg) -> Losses:
     plan, rank, world = training.case.plan, dist.get_rank(), dist.get_world_size()
     section = plan.config.optimizer
@@ -239,4 +265,5 @@ def _train_fsdp2(training: Training, leg: Leg) -> Losses:
         dcp.save(
             {"model": weights, "optimizer": state, "step": leg.stop}, checkpoint_id=str(folder)
         )
+        _save_as_accelerate(model, optimizer, leg.save.parent)
     return losses

@@ -32,6 +32,7 @@ from trainctl.migration.checkpoints.torch_states import (
     match_weights,
 )
 from trainctl.migration.checkpoints.unpickle import TorchFile, damaged
+from trainctl.migration.configs.pickled import read_pickled
 from trainctl.models.hf_weights import StoredModel
 from trainctl.models.tensors import INDEX, ONE_FILE, has_weights, stored_tensors
 from trainctl.train.models.weights import SafetensorsWeights
@@ -44,24 +45,6 @@ FSDP_PICKLED, FSDP_WEIGHTS, FSDP_OPTIMIZER = (
     "pytorch_model_fsdp_0",
     "optimizer_0",
 )
-
-_ARGUMENT_CLASSES = (
-    "accelerate.state.PartialState",
-    "accelerate.utils.dataclasses.DeepSpeedPlugin",
-    "accelerate.utils.dataclasses.DistributedType",
-    "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig",
-    "transformers.trainer_pt_utils.AcceleratorConfig",
-    "transformers.trainer_utils.FSDPOption",
-    "transformers.trainer_utils.HubStrategy",
-    "transformers.trainer_utils.IntervalStrategy",
-    "transformers.trainer_utils.SaveStrategy",
-    "transformers.trainer_utils.SchedulerType",
-    "transformers.training_args.OptimizerNames",
-    "transformers.training_args.ParallelMode",
-    "transformers.training_args.TrainingArguments",
-    "trl.trainer.sft_config.SFTConfig",
-)
-"""Classes in a `training_args.bin`."""
 
 NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Patterns of the Trainer's second group (`Trainer.get_decay_parameter_names`)."""
@@ -211,7 +194,7 @@ def _samples(path: Path, state: Mapping[str, Any], step: int, notes: list[str]) 
     """Return the samples of `step` whole batches; None if the batch is not known."""
     size, processes = state.get("train_batch_size"), len(list(path.glob("rng_state*.pth")))
     try:
-        arguments = TorchFile(path / "training_args.bin", records=_ARGUMENT_CLASSES).content
+        arguments = read_pickled(path / "training_args.bin")
         accumulated = arguments.get("gradient_accumulation_steps")
     except TrainctlError as error:
         notes.append(f"the Trainer's batch is unknown: {error.message}")
