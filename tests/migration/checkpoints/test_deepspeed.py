@@ -162,6 +162,15 @@ def damage(place: Path, fault: str) -> str:
             content = bytearray((place / name).read_bytes())
             content[content.index(b"partition_count")] ^= 4
             (place / name).write_bytes(bytes(content))
+        case "another step" | "no moment":
+            content = torch.load(place / name, weights_only=False)
+            state = content["optimizer_state_dict"]
+            inner = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+            if fault == "another step":
+                inner["state"][0]["step"] = torch.tensor(6.0)
+            else:
+                del inner["state"][1]["exp_avg_sq"]
+            torch.save(content, place / name)
         case "shorter":
             content = torch.load(place / name, weights_only=False)
             state = content["optimizer_state_dict"]
@@ -182,6 +191,8 @@ def damage(place: Path, fault: str) -> str:
         "one more",
         "pickle",
         "shorter",
+        "another step",
+        "no moment",
     ],
 )
 def test_a_directory_with_a_fault_is_refused_and_names_the_file(
@@ -214,6 +225,19 @@ def test_a_changed_byte_of_a_tensor_is_found_before_anything_is_committed(tmp_pa
         source.read(name, "master", numel - 1, numel)
     with pytest.raises(TrainctlError, match=file.name):
         source.verify()
+
+
+def test_states_on_nvme_and_unknown_content_are_refused(tmp_path: Path) -> None:
+    place = save(tmp_path / "a", SHAPES, stage=3, ranks=2)
+    (place / "offloaded_tensors").mkdir()
+    with pytest.raises(TrainctlError, match="NVMe"):
+        open_source(tmp_path / "a")
+    save(tmp_path / "b", SHAPES, stage=1, ranks=1, optimizer={"base_optimizer_state": {"x": 1}})
+    with pytest.raises(TrainctlError, match=r"no DeepSpeed checkpoint.* that can be read"):
+        open_source(tmp_path / "b")
+    with pytest.raises(TrainctlError, match="--from deepsped is none of") as error:
+        open_source(tmp_path / "a", "deepsped")
+    assert "deepspeed" in error.value.hint
 
 
 def test_a_pointer_to_nothing_and_no_checkpoint_are_said(tmp_path: Path) -> None:

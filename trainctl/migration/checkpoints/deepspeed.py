@@ -86,6 +86,11 @@ def open_source(directory: Path) -> Source:
     if experts:
         raise TrainctlError(f"{folder / experts[0]}: experts of DeepSpeed's MoE are not read")
     models = _grid(folder, _MODEL, names)
+    if "offloaded_tensors" in names:
+        raise TrainctlError(
+            f"{folder / 'offloaded_tensors'}: states that were offloaded to NVMe are not read",
+            hint="save after training a step without NVMe, or: " + UNIVERSAL,
+        )
     shards = _grid(folder, _OPTIMIZER, names)
     lonely = sorted(shards.keys() - models.keys())
     if lonely:
@@ -150,6 +155,7 @@ class DeepSpeedSource(Source):
         else:
             self._require_world_size(optimizer, self._shards)
             self._read_partitioned_groups()
+        self._require_same_step()
         self._add_untrained()
         if optimizer is not None and "fp32_flat_groups" not in optimizer:
             self._add_unlisted()
@@ -175,6 +181,8 @@ class DeepSpeedSource(Source):
             first, last = max(start, segment.start), min(end, segment.start + segment.numel)
             if first < last:
                 shift = segment.offset - segment.start
+                if state not in segment.tensors:
+                    raise damaged(segment.tensors[MASTER].storage.path, f"it has no {state}")
                 values = segment.tensors[state].read(first + shift, last + shift)
                 result[first - start : last - start] = values
                 missing -= last - first
@@ -206,6 +214,17 @@ class DeepSpeedSource(Source):
                 raise damaged(
                     listed[count].path, f"it is of another checkpoint: {count} ranks saved"
                 )
+
+    def _require_same_step(self) -> None:
+        """Refuse shards of several saves: one of them was interrupted, or files were mixed."""
+        steps = [step_of(state := _optimizer_of(f), _parameter_groups(state)) for f in self._shards]
+        for shard, step in zip(self._shards, steps, strict=True):
+            if step != steps[0]:
+                raise damaged(shard.path, f"it is of step {step}, and the first one of {steps[0]}")
+        for file in self._models:
+            there, first = (each.get("global_steps") for each in (file.content, self._facts))
+            if there != first:
+                raise damaged(file.path, f"it is of step {there}, and the first one of {first}")
 
     def _groups(self) -> list[dict[str, Shape]]:
         """Return the shapes of the trained parameters by group, as the flat tensors have them."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.errors import TrainctlError
+from trainctl.config.suggest import did_you_mean, nearest_names
+from trainctl.errors import ExitCode, TrainctlError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -156,12 +157,25 @@ def open_source(directory: Path, format: str | None = None) -> Source:
         format: Name of its format; None detects it.
 
     Raises:
-        TrainctlError: No such format is in the directory; or the checkpoint is damaged or
-            incomplete (exit code 5), which names the file.
+        TrainctlError: There is no such format, or it is not in the directory; or the checkpoint is
+            damaged or incomplete (exit code 5), which names the file.
     """
+    if format is not None and format not in FORMATS:
+        raise TrainctlError(
+            f"--from {format} is none of {', '.join(FORMATS)}",
+            hint=did_you_mean(nearest_names(format, FORMATS)),
+        )
     name = detect(directory) if format is None else format
     module = import_module(FORMATS[name].module)
     if format is not None and not (directory.is_dir() and module.is_here(directory)):
         raise TrainctlError(f"{directory} holds no {FORMATS[name].described}")
-    source: Source = module.open_source(directory)
+    try:
+        source: Source = module.open_source(directory)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise TrainctlError(
+            f"{directory} is no {FORMATS[name].described} that can be read ({what})",
+            hint="it is damaged, or of a version that is not known",
+            exit_code=ExitCode.run_state,
+        ) from error
     return source
