@@ -120,6 +120,7 @@ def test_what_the_command_says(tmp_path, capsys):
         ({}, "training.sequence_length", 512),
         ({"lr_scheduler": "linear"}, "schedule.floor_ratio", 0.0),
         ({}, "schedule.warmup_fraction", 0.03),
+        ({"lr_scheduler": "constant"}, "schedule.warmup_fraction", 0.0),
         ({"warmup_ratio": 0.1}, "schedule.warmup_fraction", 0.1),
         ({"lr_scheduler_kwargs": {"min_lr": 1e-5}}, "schedule.floor_ratio", 0.1),
         (

@@ -175,3 +175,8 @@ def test_data_of_version_1(tmp_path):
     assert "no size of a dataset" in reasons["train_dataset"]
     absent = imported_v1(train_dataset="no_such.yaml")
     assert "not here" in next(x.reason for x in absent.left_out if x.key == "train_dataset")
+
+
+def test_secrets_are_not_shown():
+    result = imported(hf_hub_token="hf_abc", ms_hub_token="ms_abc", dataset="https://me:pw@host/a")
+    assert not any(secret in repr(result) for secret in ("hf_abc", "ms_abc", "pw@"))

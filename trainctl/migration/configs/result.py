@@ -10,7 +10,7 @@ from typing import Any
 from trainctl.config.catalog import BASE
 from trainctl.config.keys import as_override
 from trainctl.config.schema import GROUPS
-from trainctl.config.secrets import REDACTED, is_secret_name
+from trainctl.config.secrets import REDACTED, is_secret_name, redact_text
 from trainctl.errors import Finding
 from trainctl.tuning.recipes import recipe_text
 
@@ -74,7 +74,8 @@ class ImportResult:
             source: Values of the source's keys.
         """
         there = [each for each in self.origins.get(key, ()) if each in self.carried]
-        left = (LeftOutKey(each, source.get(each), reason, nearest) for each in there)
+        values = {each: _without_secrets(each, source.get(each)) for each in there}
+        left = (LeftOutKey(each, value, reason, nearest) for each, value in values.items())
         return replace(
             self,
             choices={name: value for name, value in self.choices.items() if name != key},
@@ -138,6 +139,13 @@ class ConvertedKeys:
         self, key: str, value: Any, reason: str, nearest: str = "", why: Why = Why.left
     ) -> None:
         """Record a key of the source that is not imported; the value of a secret is not kept."""
-        if value is not None and is_secret_name(key.rpartition(".")[2]):
-            value = REDACTED
-        self.left_out.append(LeftOutKey(key, value, reason, nearest, why))
+        self.left_out.append(LeftOutKey(key, _without_secrets(key, value), reason, nearest, why))
+
+
+def _without_secrets(key: str, value: Any) -> Any:
+    """Return the value of a key without tokens and passwords, also those in a URL."""
+    if value is not None and is_secret_name(key.rpartition(".")[2]):
+        return REDACTED
+    if isinstance(value, list):
+        return [_without_secrets(key, each) for each in value]
+    return redact_text(value) if isinstance(value, str) else value

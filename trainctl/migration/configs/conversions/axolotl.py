@@ -237,8 +237,13 @@ def schedule(source: Conversion) -> None:
         )
     elif source.given("cosine_constant_lr_ratio"):
         source.leave("cosine_constant_lr_ratio", "0 changes nothing", why=Why.ignored)
-    if not source.given("warmup_steps") and not source.given("warmup_ratio"):
+    if kind != "constant" and not source.given("warmup_steps") and not source.given("warmup_ratio"):
         source.set("schedule.warmup_fraction", 0.03)
+        source.leave(
+            "warmup_steps",
+            "the warmup is 3 % of the run, which are at most 100 steps there",
+            "schedule.warmup_steps=100",
+        )
 
 
 NEAR = {"one_cycle": "one_cycle", "rex": "polynomial"}
