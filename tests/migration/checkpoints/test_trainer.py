@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from dataclasses import asdict
 from math import prod
 
@@ -94,6 +95,23 @@ def test_what_the_trainer_does_not_say_is_unknown(tmp_path, trained):
     source = open_source(folder)
     assert source.progress.samples is None
     assert any("training_args.bin" in note for note in source.notes)
+
+
+def test_weights_in_16_bits_are_noted(tmp_path, trained):
+    model, optimizer = trained
+    folder = save_trainer(tmp_path / "out", (deepcopy(model).bfloat16(), optimizer))
+    source = open_source(folder)
+    found = read_all(source, model)
+    name, parameter = next(iter(model.named_parameters()))
+    assert torch.equal(found[name, "master"], parameter.detach().bfloat16().float().view(-1))
+    assert any("bfloat16" in note for note in source.notes)
+
+
+def test_an_adapter_is_no_model(tmp_path, trained):
+    torch.save(trained[1].state_dict(), tmp_path / "optimizer.pt")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(TrainctlError, match="adapter"):
+        open_source(tmp_path)
 
 
 def test_state_of_accelerate(tmp_path, trained):

@@ -240,6 +240,10 @@ class TorchSource(Source):
 
     def use_model(self, model: PreTrainedModel) -> None:
         self._use_weights(model)
+        kind = self._weights_type()
+        if kind is not torch.float32:
+            name = str(kind).removeprefix("torch.")
+            self.notes.append(f"its weights are in {name}: the master weights begin from those")
         if self._optimizer is not None:
             trained = {name: tuple(each.shape) for name, each in model.named_parameters()}
             self._states = self._optimizer.by_name(trained, self._expected_groups(model))
@@ -247,6 +251,10 @@ class TorchSource(Source):
     @abstractmethod
     def _use_weights(self, model: PreTrainedModel) -> None:
         """Set `shapes` to those of the weights under the model's names."""
+
+    def _weights_type(self) -> torch.dtype:
+        """Return the type that the weights are saved in."""
+        return self._read_weights(next(iter(self.shapes)), 0, 1).dtype
 
     def _expected_groups(self, model: PreTrainedModel) -> Sequence[Sequence[str]]:
         """Return the names in each parameter group as the trainer makes them; empty if unknown."""

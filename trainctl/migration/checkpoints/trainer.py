@@ -30,6 +30,7 @@ from trainctl.migration.checkpoints.torch_states import (
     SavedOptimizer,
     TorchSource,
     match_weights,
+    unusable,
 )
 from trainctl.migration.checkpoints.unpickle import TorchFile, damaged
 from trainctl.migration.configs.pickled import read_pickled
@@ -45,6 +46,9 @@ FSDP_PICKLED, FSDP_WEIGHTS, FSDP_OPTIMIZER = (
     "pytorch_model_fsdp_0",
     "optimizer_0",
 )
+
+_TYPES = {"F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of weights in safetensors beside fp32."""
 
 NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Patterns of the Trainer's second group (`Trainer.get_decay_parameter_names`)."""
@@ -132,6 +136,12 @@ class FilesSource(TorchSource):
             return self._pickled[parameter].read(start, end)
         return self._safetensors.read(parameter, torch.Size(self.shapes[parameter]), start, end)
 
+    def _weights_type(self) -> torch.dtype:
+        if self._safetensors is None:
+            return super()._weights_type()
+        kinds = {each.dtype for each in stored_tensors(self.path).values()}
+        return next((_TYPES[kind] for kind in sorted(kinds) if kind != "F32"), torch.float32)
+
     def _expected_groups(self, model: PreTrainedModel) -> Sequence[Sequence[str]]:
         return trainer_groups(model) if (self.path / STATE).is_file() else ()
 
@@ -151,6 +161,8 @@ class FilesSource(TorchSource):
         names = [name for name in (FSDP_PICKLED, PICKLED) if (path / name).is_file()]
         if (path / PICKLED_INDEX).is_file():
             names = sorted(set(_read_json(path / PICKLED_INDEX)["weight_map"].values()))
+        if not names and (path / "adapter_config.json").is_file():
+            raise unusable(path, "it is of an adapter (PEFT) alone, and not of a whole model")
         if not names:
             raise damaged(path, f"it has no weights: no {ONE_FILE}, {INDEX} or {PICKLED}")
         found: dict[str, Readable] = {}
