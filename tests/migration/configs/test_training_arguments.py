@@ -142,6 +142,14 @@ def test_damaged_files_are_named(tmp_path):
         import_file(file)
     with pytest.raises(TrainctlError, match="cannot be read"):
         read_pickled(tmp_path / "none.bin")
+    laughs: list = ["ha"]
+    for _ in range(40):  # 2 ** 40 values in some hundred bytes
+        laughs = [laughs, laughs]
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    arguments.laughs = laughs
+    torch.save(arguments, tmp_path / "laughs.bin")
+    with pytest.raises(TrainctlError, match="more values than arguments have"):
+        import_file(tmp_path / "laughs.bin")
 
 
 ZERO = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}

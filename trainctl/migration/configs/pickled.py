@@ -30,8 +30,10 @@ PLAIN = {
 """Classes of Python's library that arguments hold; they are not made either."""
 
 TORCH_NAMES = ("device", "float16", "bfloat16", "float32", "float64")
-DEEPEST = 20
-"""Maximum nesting of values; arguments have four levels."""
+MOST_VALUES = 100_000
+"""Maximum number of values. Arguments have some hundred; a pickle that refers to its own lists
+again and again has more than fit into memory.
+"""
 
 
 class _Named:
@@ -107,30 +109,43 @@ def read_pickled(file: Path) -> dict[str, Any]:
         raise _damaged(file, f"its pickle is damaged ({type(error).__name__})") from None
     if not isinstance(found, _Named) or not found.attributes:
         raise _damaged(file, "it holds no arguments")
-    return {"class": found.kind, **_plain(found.attributes)}
+    try:
+        return {"class": found.kind, **_Plain().value(found.attributes)}
+    except (RecursionError, OverflowError):
+        raise _damaged(file, "it holds more values than arguments have") from None
 
 
 def _damaged(file: Path, why: str) -> TrainctlError:
     return TrainctlError(f"{file} cannot be read: {why}", hint="training_args.bin of a Trainer")
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    """Return a value without objects; attributes without a value of their own are left out."""
-    if depth > DEEPEST:
-        return None
-    if isinstance(value, dict):
-        return {
-            str(key): REDACTED if each is not None and is_secret_name(str(key)) else plain
-            for key, each in value.items()
-            if (plain := _plain(each, depth + 1)) is not None or each is None
-        }
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(each, depth + 1) for each in value]
-    if isinstance(value, _Named):
-        if value.attributes:
-            return _plain(value.attributes, depth + 1)
-        plain = [_plain(each, depth + 1) for each in value.arguments]
-        return plain[0] if len(plain) == 1 else plain or None
-    if isinstance(value, type):  # a type of torch, such as torch.bfloat16
-        return value.__name__
-    return value if isinstance(value, bool | int | float | str) or value is None else None
+class _Plain:
+    """Conversion of objects to plain values, which counts them."""
+
+    def __init__(self) -> None:
+        self._left = MOST_VALUES
+
+    def value(self, value: Any) -> Any:
+        """Return a value without objects; what has no value of its own is None.
+
+        Raises:
+            OverflowError: There are more than `MOST_VALUES`.
+        """
+        self._left -= 1
+        if self._left < 0:
+            raise OverflowError
+        if isinstance(value, dict):
+            return {
+                str(key): REDACTED if each and is_secret_name(str(key)) else self.value(each)
+                for key, each in value.items()
+            }
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self.value(each) for each in value]
+        if isinstance(value, _Named):
+            if value.attributes:
+                return self.value(value.attributes)
+            plain = [self.value(each) for each in value.arguments]
+            return plain[0] if len(plain) == 1 else plain or None
+        if isinstance(value, type):  # a type of torch, such as torch.bfloat16
+            return value.__name__
+        return value if isinstance(value, bool | int | float | str) else None
