@@ -44,7 +44,8 @@ def test_fine_tuning_learns_to_answer_what_is_held_out(base, tmp_path, how):
         said = trainctl("sample", "run", "twice 7 for ann", "--temperature", "0", cwd=tmp_path)
         assert said.splitlines()[-1] == "14", "the answer alone, up to the end of its turn"
     merge = ["--merge"] if "adapter=lora" in how else []
-    trainctl("export", "run", "out", *merge, cwd=tmp_path)
+    said = trainctl("export", "run", "out", *merge, "--check", cwd=tmp_path)
+    assert "  7 texts and conversations compared" in said and "\nequal" in said
     assert share_right(tmp_path / "out", held_out) >= 0.95
     shown = trainctl("data", "show", "run", "--samples", "0", cwd=tmp_path)
     assert "<s><|im_start|>user\n" in shown and "<|im_end|>]]" in shown

@@ -73,8 +73,9 @@ def _metadata(config: RunConfig, *, adapter: bool) -> dict[str, Any]:
     """Return the metadata of a card, as the hub defines it (`hub-docs`, modelcard.md)."""
     model = config.model
     base = base_model(model)
+    library = "trainctl" if model.is_module else "transformers"
     found = {
-        "library_name": "peft" if adapter else "transformers",
+        "library_name": "peft" if adapter else library,
         "pipeline_tag": "text-generation",
         "license": _license(model),
         "base_model": base,
