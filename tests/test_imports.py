@@ -185,6 +185,7 @@ def test_commands_import_at_their_top(path: Path) -> None:
     assert not late
 
 
+AXOLOTL = str(Path(__file__).parent / "migration" / "configs" / "axolotl.yaml")
 DEEPSPEED_JSON = str(Path(__file__).parent / "plans" / "golden" / "stage-0-fp32-cpu.json")
 PLANNED = ["recipe=7b-zero3", "hardware=8xh100-80g"]
 
@@ -202,6 +203,7 @@ PLANNING = (
     ["doctor", "tiny"],
     ["validate", "--deepspeed", DEEPSPEED_JSON, "--world-size", "2"],
     ["config", "import", DEEPSPEED_JSON, "--world-size", "2"],
+    ["config", "import", AXOLOTL],
     ["recipes"],
     ["schedule", "show", *PLANNED],
     ["launch", "recipe=tiny", "--dry-run"],

@@ -24,37 +24,7 @@ def left(result, *, why=Why.left):
     return {each.key for each in result.left_out if each.why is why}
 
 
-FILE = """
-base_model: ORG/NAME
-datasets:
-  - path: chat.jsonl
-    type: chat_template
-    field_messages: messages
-    roles_to_train: [assistant]
-val_set_size: 0.1
-sequence_len: 1024
-sample_packing: true
-adapter: qlora
-load_in_4bit: true
-lora_r: 16
-lora_alpha: 32
-lora_target_linear: true
-micro_batch_size: 2
-batch_size: 8
-num_epochs: 2
-optimizer: paged_adamw_8bit
-learning_rate: 2e-4
-lr_scheduler: cosine
-cosine_min_lr_ratio: 0.1
-warmup_steps: 10
-bf16: auto
-gradient_checkpointing: true
-liger_rms_norm: true
-eval_steps: 50
-save_steps: 50
-wandb_project: chats
-special_tokens:
-"""
+FILE = (Path(__file__).parent / "axolotl.yaml").read_text()
 
 
 def test_a_whole_file_gives_a_recipe_that_validates(tmp_path):
