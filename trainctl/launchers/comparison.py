@@ -128,8 +128,11 @@ def compare(
             known = worst.get(each.kind)
             if known is None or each.size / each.expected > known.size / known.expected:
                 worst[each.kind] = each
-        is_equal &= all(each.size == 0 for each in found)
-        tensors += len(found) - 1
+        common = [key for key in recorded.summaries.keys() & changed.summaries if key[0] == step]
+        is_equal &= worst["loss"].size == 0 and all(
+            recorded.summaries[key].is_same(changed.summaries[key]) for key in common
+        )
+        tensors += len(common)
         if first is None:
             first = next((each for each in found if not each.is_rounding), None)
             first = first and _located(first, recorded, changed, head_dim)

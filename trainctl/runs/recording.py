@@ -65,6 +65,11 @@ class Summary:
     def __add__(self, other: Summary) -> Summary:
         return Summary(self.lines + other.lines, self.columns + other.columns)
 
+    def is_same(self, other: Summary) -> bool:
+        """Return True if every number is the same; NaN is the same as NaN."""
+        pairs = ((self.lines, other.lines), (self.columns, other.columns))
+        return all(np.array_equal(one, two, equal_nan=True) for one, two in pairs)
+
 
 Key = tuple[int, RecordedKind, str]
 """Step, kind and name of a tensor."""

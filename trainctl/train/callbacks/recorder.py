@@ -95,6 +95,7 @@ class TensorRecorder(Callback):
 
     def after_backward(self, context: Any) -> None:
         self._reordering.close()
+        context.beat("recording")
         if context.has_gradients:
             self._gradients = self._parameters(
                 (part.place, part.values) for part in context.gradients() if part.is_counted
@@ -107,6 +108,7 @@ class TensorRecorder(Callback):
 
     def after_step(self, context: Context) -> None:
         self._reordering.close()
+        context.beat("recording")
         found = self._recording
         found.losses[context.step] = context.loss if context.loss is not None else float("nan")
         updates: dict[str, Summary] = {}
