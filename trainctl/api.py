@@ -1011,9 +1011,8 @@ def prove_migration(
     Args:
         directory: The folder that the other trainer saved in, or that of one checkpoint.
         overrides: The configuration that is to continue it, as of `plan`; the first may be a run.
-        losses: Log of the losses: a `trainer_state.json`, or a .csv with the columns step and loss,
-            and learning_rate and grad_norm if it has them. None takes the longest
-            `trainer_state.json` of the folder.
+        losses: Log of the losses: a `trainer_state.json`, or a .csv (docs/prove.md). None takes the
+            longest `trainer_state.json` of the folder.
         steps: Number of logged losses to compare; at least 1. One may be a mean over several steps.
         hardware: Machines, such as `8xh100-80g`; short for the override `hardware=...`.
         say: Called with a sentence as the replay begins.

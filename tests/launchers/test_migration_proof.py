@@ -101,7 +101,7 @@ def test_a_logged_mean_is_compared_with_the_mean_of_its_steps(tmp_path):
 def test_other_samples_cannot_be_compared(tmp_path):
     proof = judged([2.2, 1.7], tmp_path, shuffle=True)
     assert (proof.verdict, proof.exit_code) == (MigrationVerdict.incomparable, 6)
-    assert "data.shuffle=true" in proof.sentence
+    assert "data.shuffle=true" in proof.reasons[0]
     assert "1.9500 here and 1.9500 there" in proof.reasons[1]
     # Equal first losses show that the samples are the same.
     assert judged([2.0, 1.7], tmp_path, shuffle=True).verdict is MigrationVerdict.differs

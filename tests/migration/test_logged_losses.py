@@ -39,7 +39,9 @@ def test_a_csv_names_its_columns(tmp_path):
     log = tmp_path / "log.csv"
     log.write_text("loss, step,learning_rate\n3.5,2,\n3.25,1,1e-4\n3.125,2,1e-4\n")
     found = read_logged_losses(log)
-    assert [(each.last, each.loss) for each in found] == [(1, 3.25), (2, 3.125)]
+    assert [(each.first, each.last, each.loss) for each in found] == [(1, 1, 3.25), (2, 2, 3.125)]
+    log.write_text("first_step,step,loss\n11,20,3.5\n")
+    assert [(each.first, each.last) for each in read_logged_losses(log)] == [(11, 20)]
     for text in ("step,loss\n", "step,loss\n1,many\n", "time\n1\n"):
         log.write_text(text)
         with pytest.raises(TrainctlError, match=r"log\.csv") as caught:

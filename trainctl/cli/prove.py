@@ -151,7 +151,7 @@ def show_migration_proof(proof: MigrationProof) -> None:
         cells = ["-" if pair is None else f"{pair[0]:.4g}/{pair[1]:.4g}" for pair in pairs]
         losses = [f"{each.logged:.6f}", f"{each.replayed:.6f}", f"{each.difference:.1e}"]
         rows.append([steps, *losses, f"{each.allowed:.1e}", *cells, each.verdict.value])
-    heads = ("steps", "logged", "here", "difference", "allowed", "rate", "norm", "")
+    heads = ("steps", "logged", "here", "difference", "allowed", "rate", "norm", "verdict")
     print_table(heads, rows, right=tuple(range(7)), wraps=False)
     for reason in proof.reasons:
         print_data(reason)

@@ -107,8 +107,6 @@ class MigrationProof:
         """The verdict in words."""
         count, worst = len(self.steps), max(self.steps, key=lambda each: each.difference)
         what = f"{count} logged loss{'es' if count > 1 else ''} after step {self.checkpoint:,}"
-        if self.verdict is MigrationVerdict.incomparable:
-            return f"not comparable: {self.reasons[0]}"
         return f"{self.verdict.value}: {what}, largest difference {worst.difference:.2g}"
 
     def to_dict(self) -> dict[str, Any]:

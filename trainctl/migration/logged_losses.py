@@ -40,8 +40,9 @@ def read_logged_losses(path: Path) -> list[LoggedLoss]:
     """Return the losses in a log, by step.
 
     Args:
-        path: A `trainer_state.json`; or a CSV whose first line names its columns, `step` and `loss`
-            among them, `learning_rate` and `grad_norm` if it has them.
+        path: A `trainer_state.json`, where a loss is the mean since the one before; or a CSV whose
+            first line names its columns: `step` and `loss`, and if it has them `learning_rate`,
+            `grad_norm`, and `first_step` of losses that are means up to `step`.
 
     Raises:
         TrainctlError: The file cannot be read, or has no losses.
@@ -65,10 +66,11 @@ def _unusable(path: Path, why: str) -> TrainctlError:
 
 
 def _csv_rows(text: str) -> list[Mapping[str, Any]]:
-    return [
+    rows = [
         {name.strip(): Decimal(value.strip()) for name, value in row.items() if value}
         for row in csv.DictReader(text.splitlines())
     ]
+    return [{"first_step": row["step"], **row} for row in rows]
 
 
 def _state_rows(text: str) -> list[Mapping[str, Any]]:
@@ -77,7 +79,7 @@ def _state_rows(text: str) -> list[Mapping[str, Any]]:
 
 
 def _with_windows(rows: Iterable[Mapping[str, Any]], path: Path) -> list[LoggedLoss]:
-    """Return the rows, each with the steps that its loss is the mean of: those since the last row.
+    """Return the rows, each with the steps that its loss is the mean of.
 
     A step that was logged twice, as after a resume, counts as it was logged last.
     """
@@ -86,13 +88,13 @@ def _with_windows(rows: Iterable[Mapping[str, Any]], path: Path) -> list[LoggedL
     for before, step in pairwise([0, *by_step]):
         row = by_step[step]
         loss = Decimal(row["loss"])
-        exponent = loss.as_tuple().exponent
+        decimals = -int(loss.as_tuple().exponent) if loss.is_finite() else 0
         found.append(
             LoggedLoss(
-                first=before + 1,
+                first=int(row.get("first_step", before + 1)),
                 last=step,
                 loss=float(loss),
-                rounding=0.5 * 10.0**exponent if isinstance(exponent, int) else 0.0,
+                rounding=0.5 * 10.0**-decimals if decimals > 0 else 0.0,
                 learning_rate=_number(row.get("learning_rate")),
                 grad_norm=_number(row.get("grad_norm")),
             )
@@ -147,7 +149,9 @@ def find_logged_checkpoint(directory: Path, log: Path | None, wanted: int) -> Lo
     }
     if not usable:
         steps = ", ".join(map(str, sorted(folders)))
-        raise no_loss_after(log, losses, f"the checkpoints of step {steps}")
+        raise no_loss_after(
+            log, losses, f"the checkpoint{'s' * (len(folders) > 1)} of step {steps}"
+        )
     step = max(usable, key=lambda step: (min(usable[step], wanted), step))
     return LoggedCheckpoint(path=folders[step], step=step, log=log, losses=losses)
 
