@@ -32,7 +32,7 @@ def main() -> int:
             place, victim = Path(folder) / f"trial-{number}", VICTIMS[number % len(VICTIMS)]
             place.mkdir()
             try:
-                print(number, trial(server, place, victim, given.seed + number), flush=True)
+                print(number, trial(server, place, [victim], given.seed + number), flush=True)
                 passed += 1
             except Exception:
                 print(number, victim, "FAILED", flush=True)

@@ -98,12 +98,12 @@ def test_a_faulty_store_changes_nothing_for_the_run(tmp_path, server):
         server.fault = "hangs"
         before, began = len(launch.events("step")), time.monotonic()
         launch.wait_for(lambda: len(launch.events("step")) >= before + 30)
-        assert time.monotonic() - began < 30 * 0.05 * 4, "a step of the stand-in takes 50 ms"
+        assert time.monotonic() - began < 20, "a step takes 50 ms, and a request of the store 60 s"
         status = status_of(run)
-        newest = list_checkpoints(run)[-1].path.name
-        assert status.mirror["step"] is None and status.mirror["waiting"][-1:] <= [newest]
+        assert status.mirror["step"] is None and len(status.mirror["waiting"]) == 1
         assert status.mirror["problem"]
-        assert len(list_checkpoints(run)) == 2, "the newest, and one more that the store lacks"
+        # The newest, and one more that the store lacks.
+        launch.wait_for(lambda: len(list_checkpoints(run)) == 2)
         file_request(run, Request.stop)
         ended = time.monotonic()
         code, _ = launch.end()

@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ VICTIMS = ("launcher", "sender", "store")
 KEEP = 2
 BUCKET = "kills"
 _SECONDS = 60.0
+_BEHAVIOUR = "forever,saves,obliging"
 _SHARE_LISTED = 0.7
 """Share of trials whose kill waits until something is listed."""
 
@@ -126,29 +128,30 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     raise AssertionError(f"{condition} not within {_SECONDS:g} s")
 
 
-def trial(server: StoreServer, folder: Path, victim: str, seed: int) -> str:
-    """Kill one process of a run at a random moment, finish the run, and return what was listed.
+def trial(server: StoreServer, folder: Path, victims: Sequence[str], seed: int) -> str:
+    """Kill processes of a run at random moments, finish the run, and return what was listed then.
 
     Raises:
         AssertionError: Something was listed and not whole, or something was left half.
     """
-    chance = random.Random(seed)
+    chance, said = random.Random(seed), []
     url = f"s3://{BUCKET}/runs/{folder.name}"
     settings = CheckpointConfig(keep=KEEP, mirror=url, mirror_bandwidth=3 << 20)
     launches = Launches(folder)
     try:
         run = launches.make_run(checkpoint=settings)
-        launch = launches.start("forever,saves,obliging", run=run)
-        launch.wait_for(lambda: sender_of(launch) and list_checkpoints(run))
-        if chance.random() < _SHARE_LISTED:
-            launch.wait_for(lambda: read_mirror_state(run).stored)
-        time.sleep(chance.uniform(0.0, 3.0))
-        os_kill(launch, server, victim)
-        listed_then = check_listed(url)
-        if victim == "launcher":
-            launch.process.wait()
-            wait_for(lambda: not carriers(launch.identity))
-            launch = launches.start("forever,saves,obliging", run=run)
+        launch = launches.start(_BEHAVIOUR, run=run)
+        for victim in victims:
+            launch.wait_for(partial(_may_be_struck, launch))
+            if chance.random() < _SHARE_LISTED:
+                launch.wait_for(lambda: read_mirror_state(run).stored)
+            time.sleep(chance.uniform(0.0, 3.0))
+            strike(launch, server, victim)
+            said.append(f"{victim} killed with {check_listed(url)} listed")
+            if victim == "launcher":
+                launch.process.wait()
+                wait_for(partial(_is_gone, launch))
+                launch = launches.start(_BEHAVIOUR, run=run)
         before = len(launch.events("step"))
         launch.wait_for(lambda: len(launch.events("step")) > before + 15)
         check_listed(url)
@@ -157,7 +160,15 @@ def trial(server: StoreServer, folder: Path, victim: str, seed: int) -> str:
         check_end(run, url, folder)
     finally:
         launches.close()
-    return f"{victim} killed with {listed_then} listed"
+    return ", ".join(said)
+
+
+def _may_be_struck(launch: Launch) -> bool:
+    return sender_of(launch) is not None and bool(list_checkpoints(launch.run))
+
+
+def _is_gone(launch: Launch) -> bool:
+    return not carriers(launch.identity)
 
 
 def sender_of(launch: Launch) -> int | None:
@@ -166,7 +177,8 @@ def sender_of(launch: Launch) -> int | None:
     return found[0] if found else None
 
 
-def os_kill(launch: Launch, server: StoreServer, victim: str) -> None:
+def strike(launch: Launch, server: StoreServer, victim: str) -> None:
+    """Kill the launcher, the sender, or the store, which is started again."""
     if victim == "store":
         server.kill()
         time.sleep(0.5)
