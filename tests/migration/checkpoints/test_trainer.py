@@ -107,6 +107,15 @@ def test_weights_in_16_bits_are_noted(tmp_path, trained):
     assert any("bfloat16" in note for note in source.notes)
 
 
+def test_a_lost_pointer_to_deepspeeds_folder_is_named(tmp_path, trained):
+    folder = save_trainer(tmp_path / "checkpoint-1", trained)
+    (folder / "global_step1").mkdir()  # as beside a universal checkpoint, which goes unread
+    assert_holds(open_source(folder), trained)
+    (folder / "optimizer.pt").unlink()
+    with pytest.raises(TrainctlError, match="latest"):
+        open_source(folder)
+
+
 def test_an_adapter_is_no_model(tmp_path, trained):
     torch.save(trained[1].state_dict(), tmp_path / "optimizer.pt")
     (tmp_path / "adapter_config.json").write_text("{}")

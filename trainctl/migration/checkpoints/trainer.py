@@ -89,7 +89,17 @@ def _newest(directory: Path) -> Path:
 
 
 def _has_deepspeed(path: Path) -> bool:
-    return (path / "latest").is_file() or any(path.glob("*/*_model_states.pt"))
+    """Return True if DeepSpeed saved the optimizer.
+
+    Raises:
+        TrainctlError: What names DeepSpeed's folder is missing, and no other optimizer is there.
+    """
+    if deepspeed.is_here(path):
+        return True
+    has_other = any((path / name).is_file() for name in OPTIMIZERS)
+    if any(path.glob("global_step*")) and not has_other:
+        raise damaged(path / "latest", "it is missing, and it names the folder of DeepSpeed")
+    return False
 
 
 def trainer_groups(model: PreTrainedModel) -> list[list[str]]:
