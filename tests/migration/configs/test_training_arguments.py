@@ -199,7 +199,9 @@ def test_recomputation_kept_checkpoints_and_old_names():
     assert {*left(result, Why.default)} == {"save_total_limit"}
     assert left(result, Why.unknown)["eval_stepz"].nearest == "did you mean eval_steps?"
     assert "hf_secret" not in str(result)
-    assert "hardware" not in convert(use_cpu=False).choices
+    plain = convert(use_cpu=False)
+    assert "hardware" not in plain.choices
+    assert "optimizer.decay_embeddings" not in plain.settings  # nothing decays
     accuracy = convert(load_best_model_at_end=True, metric_for_best_model="accuracy")
     assert {"load_best_model_at_end", "metric_for_best_model"} <= {*left(accuracy)}
 

@@ -224,6 +224,8 @@ def _take(conversion: Conversion, key: str, entry: TableEntry, value: Any) -> No
 def _result(conversion: Conversion) -> ImportResult:
     """Return the result, without settings that the chosen options do not have."""
     converted = conversion.converted
+    if not converted.settings.get("optimizer.weight_decay"):
+        converted.settings.pop("optimizer.decay_embeddings", None)  # it would have no effect
     choices = (f"{group}={option}" for group, option in converted.choices.items())
     known = _keys_with(tuple(each for each in choices if not each.startswith("model=")))
     settings = {}
