@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -28,6 +29,7 @@ from trainctl.mirror.fetch import FETCHING, Mirror, fetch_run, fetched_checkpoin
 from trainctl.mirror.index import index_key, newest_index
 from trainctl.mirror.store import Store
 from trainctl.mirror.uploader import Uploader
+from trainctl.monitor.loggers.alerts import ALERTS, Alerter
 from trainctl.runs import mirror_state
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import (
@@ -36,14 +38,16 @@ from trainctl.runs.checkpoints import (
     rotate_checkpoints,
 )
 from trainctl.runs.directory import run_id
+from trainctl.runs.files import ensure_folder
 from trainctl.runs.manifest import verify
 from trainctl.runs.mirror_state import (
     describe_mirror,
     kept_for_mirror,
+    mirror_text,
     read_mirror_state,
     write_mirror_state,
 )
-from trainctl.runs.records import read_events
+from trainctl.runs.records import EventWriter, read_events
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -348,3 +352,28 @@ def test_the_runs_of_a_sweep_do_not_share_a_mirror(folder_url, tmp_path):
             sweep_dir=tmp_path / "sweep",
         )
     assert not (tmp_path / "sweep").exists()
+
+
+def test_what_waits_is_said_in_a_sentence(folder_url, tmp_path):
+    run = mirrored_run(tmp_path, folder_url)
+    config = config_of(run).checkpoint
+    save_steps(run, 10)
+    found = describe_mirror(run, config)
+    assert mirror_text(found).startswith(f"{folder_url} has nothing yet, and 1 checkpoint waits (")
+    drain(Uploader(run))
+    found = describe_mirror(run, config)
+    assert mirror_text(found) == f"{folder_url} has up to step 10, and nothing waits"
+
+
+def test_a_problem_of_the_mirror_is_an_alert_and_its_end_is_none(folder_url, tmp_path):
+    told = tmp_path / "told"
+    command = f"logging.alerts.command=[tee,-a,{told}]"
+    run = mirrored_run(tmp_path / "run", folder_url, command)
+    with EventWriter(run.events, 1) as events:
+        events.write("mirror", problem="it is full")
+        events.write("mirror", problem="")
+    ensure_folder(run.companion(ALERTS).folder)
+    Alerter(run).send()
+    alert = json.loads(told.read_text())
+    assert alert["kind"] == "failure"
+    assert alert["text"].endswith("do not reach the mirror, and stay on this disk: it is full")
