@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import shutil
 import subprocess
 import sys
@@ -120,11 +121,13 @@ def measure(plan: RunPlan, source: Path, folder: Path) -> dict[str, Any]:
                 before = max(before, found)
             peak = max(peak, found)
         reader.join()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     (first, _), (ended, answer) = lines[0], lines[-1]
     return {
         "bytes": answer["result"]["size_bytes"],
         "seconds": ended - first,
         "seconds_before": first - began,
+        "processor_seconds": used.ru_utime + used.ru_stime,
         "peak": peak,
         "before": before,
     }
@@ -149,9 +152,11 @@ def main() -> None:
         began = time.monotonic()
         shutil.rmtree(source)
     above = found["peak"] - found["before"]
+    rate = found["bytes"] / 1e6 / found["seconds"]
     print(
         f"{found['bytes'] / 1e9:.2f} GB of {arguments.ranks} ranks in {found['seconds']:.1f} s: "
-        f"{found['bytes'] / 1e6 / found['seconds']:.0f} MB/s, after {found['seconds_before']:.1f} s"
+        f"{rate:.0f} MB/s, after {found['seconds_before']:.1f} s; "
+        f"{found['processor_seconds']:.1f} s of a processor in all"
     )
     print(
         f"anonymous memory: {found['peak'] / MIB:.0f} MiB at the most, {above / MIB:.0f} MiB above "
