@@ -18,6 +18,7 @@ from trainctl.migration.checkpoints.source import open_source
 from trainctl.plans.shapes import all_tensors
 from trainctl.plans.types import RunPlan
 from trainctl.runs import checkpoints
+from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import verify
 from trainctl.train.checkpoint.content import CheckpointReader
@@ -199,7 +200,8 @@ def test_the_command_imports_and_exports(tmp_path: Path, monkeypatch: pytest.Mon
     exported = run.checkpoint().export("back", to="deepspeed-universal", check=True)
     assert exported["check"]["equal"] and exported["check"]["states"] > 1000
     assert (tmp_path / "back" / "latest_universal").read_text() == "global_step7", exported
-    again = trainctl.api.import_checkpoint("source", "again", *overrides, format="deepspeed")
+    create_run(made.config, run_dir=tmp_path / "again")  # and stopped before its first save
+    again = trainctl.api.import_checkpoint("source", "again", format="deepspeed")
     assert json.loads(json.dumps(again))["step"] == 7
     with pytest.raises(TrainctlError, match=r"is a run, which"):
         trainctl.api.import_checkpoint("source", "run", *overrides)
