@@ -120,6 +120,38 @@ def test_without_zero_the_shapes_tell_which_states_are_whose(tmp_path: Path, gro
             )
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_masters_of_the_fp16_optimizer_are_taken_not_the_rounded_weights(
+    tmp_path: Path, is_fused: bool
+) -> None:
+    """runtime/fp16/fused_optimizer.py has flat groups, unfused_optimizer.py a tensor for each."""
+    masters = {"a": torch.rand(3, 5), "b": torch.rand(7)}
+    flat = torch.cat([each.view(-1) for each in masters.values()])
+    tensors = [flat] if is_fused else list(masters.values())
+    states = {
+        index: {"step": 4, "exp_avg": tensor * 2, "exp_avg_sq": tensor * 3}
+        for index, tensor in enumerate(tensors)
+    }
+    group = {"lr": 1e-3, "params": list(states)}
+    optimizer = {
+        "optimizer_state_dict": {"state": states, "param_groups": [group]},
+        "dynamic_loss_scale": True,
+        "cur_scale": 1024.0,
+        "cur_iter": 4,
+        "last_overflow_iter": -1,
+        **({"fp32_groups_flat": tensors} if is_fused else {"fp32_groups": [tensors]}),
+    }
+    module = {name: tensor.half() for name, tensor in masters.items()}
+    saved = {"module": module, "optimizer": optimizer, "ds_version": "0.19.8", "global_steps": 4}
+    torch.save(saved, tmp_path / "mp_rank_00_model_states.pt")
+    source = open_source(tmp_path)
+    for name, tensor in masters.items():
+        for state, factor in (("master", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+            values = source.read(name, state, 0, tensor.numel())
+            assert torch.equal(values, tensor.view(-1) * factor)
+    assert source.scalars == {"step": 4.0} and source.loss_scale["cur_scale"] == 1024.0
+
+
 def test_states_that_could_be_of_several_parameters_are_refused(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     first, *_, second, last = model.parameters()
