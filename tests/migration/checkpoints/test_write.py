@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import architectures
 import deepspeed_files
 import pytest
 import torch
@@ -95,6 +96,18 @@ def test_another_model_or_optimizer_is_refused_and_nothing_is_made(
     deepspeed_files.save(tmp_path / "source", shapes_of(plan()), stage=1, ranks=1)
     with pytest.raises(TrainctlError, match=problem):
         write.import_source(open_source(tmp_path / "source"), plan(**keys), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_whose_buffer_would_be_lost_is_refused(tmp_path: Path) -> None:
+    """The bias by which a router chooses experts is no parameter."""
+    architectures.made("deepseek_v3").save_pretrained(tmp_path / "model")
+    config = tiny_config(steps=20)
+    config.model = architectures.of_directory(tmp_path / "model", "deepseek_v3")
+    deepspeed_files.save(tmp_path / "source", shapes_of(plan()), stage=3, ranks=2)
+    with pytest.raises(TrainctlError, match="e_score_correction_bias, and no import reads it"):
+        source = open_source(tmp_path / "source")
+        write.import_source(source, tiny_plan(config, 1), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -26,7 +26,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.migration.checkpoints.differences import differences
 from trainctl.migration.checkpoints.names import match_names
 from trainctl.migration.checkpoints.source import Source
-from trainctl.models.hf_weights import tied_names
+from trainctl.models.hf_weights import persistent_buffers, tied_names
 from trainctl.options.adapter import low_rank
 from trainctl.options.optimizer import spec_of
 from trainctl.plans.identity import check_shapes, model_description
@@ -142,13 +142,21 @@ def _matched_names(
     """Return the source's name of each trained and of each frozen parameter of the planned model.
 
     Raises:
-        TrainctlError: Tensors are missing, left over or of another shape, or the source did not
-            train what this run would.
+        TrainctlError: Tensors are missing, left over or of another shape, the source did not train
+            what this run would, or the model has a buffer that would be lost.
     """
     if low_rank(plan.config.adapter) is not None:
         raise TrainctlError(
             "a checkpoint cannot be imported into a run with an adapter",
             hint="take its weights into a new run: model.initial_weights",
+        )
+    kept = persistent_buffers(whole.skeleton)
+    if kept:
+        raise TrainctlError(
+            f"the model has a buffer that training keeps, {kept[0].name}, and no import reads it",
+            hint="export the weights with the other trainer, and start a run from that directory: "
+            "model.path=DIR",
+            exit_code=ExitCode.run_state,
         )
     shapes = dict(whole.shapes)
     source.use_model(whole.skeleton)
