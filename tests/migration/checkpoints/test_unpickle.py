@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.migration.checkpoints.unpickle import LazyTensor, Record, TorchFile, unpickle
+from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, unpickle
+from trainctl.migration.record import Record
 
 
 def saved(tmp_path: Path, content: object) -> Path:
@@ -53,6 +54,20 @@ def test_any_other_object_is_refused_by_its_name(tmp_path: Path, content: object
     with pytest.raises(TrainctlError, match=r"system|StringIO|print") as error:
         TorchFile(path)
     assert str(path) in error.value.message
+
+
+class Zeros:
+    """Object whose unpickling asks for as much memory as a number says."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return bytearray, (1 << 50,)
+
+
+def test_a_number_makes_no_bytes() -> None:
+    assert unpickle(pickle.dumps([Zeros(), bytearray(b"ab")], protocol=4), Path("x")) == [
+        b"",
+        b"ab",
+    ]
 
 
 def test_named_classes_become_records_without_behaviour() -> None:

@@ -28,7 +28,8 @@ from trainctl.migration.checkpoints.torch_states import (
     match_weights,
     unusable,
 )
-from trainctl.migration.checkpoints.unpickle import Record, TorchFile, damaged, unpickle
+from trainctl.migration.checkpoints.unpickle import TorchFile, damaged, unpickle
+from trainctl.migration.record import Record
 
 METADATA = ".metadata"
 

@@ -33,7 +33,8 @@ from trainctl.migration.checkpoints.model_parallel import (
 )
 from trainctl.migration.checkpoints.names import order_by_shape
 from trainctl.migration.checkpoints.source import Source, SourceProgress
-from trainctl.migration.checkpoints.unpickle import LazyTensor, Record, TorchFile, damaged
+from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, damaged
+from trainctl.migration.record import Record
 from trainctl.train.checkpoint.optimizer_state import MASTER
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

@@ -22,7 +22,8 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.migration.checkpoints.dcp import DcpFolder
 from trainctl.migration.checkpoints.source import Source, SourceProgress
 from trainctl.migration.checkpoints.torch_states import Readable
-from trainctl.migration.checkpoints.unpickle import Record, TorchFile, damaged
+from trainctl.migration.checkpoints.unpickle import TorchFile, damaged
+from trainctl.migration.record import Record
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File beside the folders of the iterations, with the number of the newest."""

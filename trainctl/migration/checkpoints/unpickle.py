@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import torch
 
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.migration.record import Record
 
 PIECE_BYTES = 1 << 26
 """Bytes that are read at a time to complete a checksum."""
@@ -38,45 +39,6 @@ def damaged(path: Path, why: str) -> TrainctlError:
         hint="copy the checkpoint again, or take an older one",
         exit_code=ExitCode.run_state,
     )
-
-
-class Record:
-    """Object of a class that is not imported: the arguments and the state that were saved.
-
-    Attributes:
-        args: Arguments that the class was called with.
-        fields: Attributes that were set afterwards.
-    """
-
-    kind = ""
-    """Dotted name of the class."""
-    args: tuple[Any, ...]
-    fields: dict[str, Any]
-
-    def __new__(cls, *args: Any) -> Record:
-        """Make the object without running code of the class."""
-        made = super().__new__(cls)
-        made.args, made.fields = args, {}
-        return made
-
-    def __init__(self, *args: Any) -> None:
-        """Take the arguments, which `__new__` has kept."""
-
-    def __setstate__(self, state: Any) -> None:
-        parts = state if isinstance(state, tuple) else (state,)
-        for part in parts:  # a class with slots saves (attributes, slots)
-            if isinstance(part, dict):
-                self.fields |= {str(name): value for name, value in part.items()}
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.fields[str(key)] = value  # a subclass of dict
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an attribute of the object."""
-        return self.fields.get(name, default)
-
-    def __repr__(self) -> str:
-        return f"<{self.kind}>"
 
 
 @dataclass(eq=False)
@@ -399,6 +361,11 @@ def _encoded(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+def _copied_bytes(data: bytes = b"", *rest: Any) -> bytes:
+    """Return the bytes of a `bytearray`, which a number would make as large as it says."""
+    return bytes(data) if isinstance(data, bytes) else b""
+
+
 class _Dictionary(dict[Any, Any]):
     """An `OrderedDict`, without the attributes that a module's `state_dict` has (`_metadata`)."""
 
@@ -433,7 +400,7 @@ _PLAIN: Mapping[str, Any] = {
     "pathlib._local.PosixPath": _path,
     **{f"builtins.{kind.__name__}": kind for kind in (set, frozenset, dict, list, tuple)},
     **{f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, complex)},
-    "builtins.bytearray": bytearray,
+    "builtins.bytearray": _copied_bytes,
 }
 """Functions that a pickle may call: each makes a plain value or a `LazyTensor`."""
 

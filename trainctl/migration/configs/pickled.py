@@ -17,6 +17,7 @@ from typing import Any
 from trainctl.config.secrets import REDACTED, is_secret_name
 from trainctl.config.yaml_files import MOST_BYTES
 from trainctl.errors import TrainctlError
+from trainctl.migration.record import Record
 
 PLAIN = {
     ("builtins", "set"),
@@ -36,31 +37,6 @@ again and again has more than fit into memory.
 """
 
 
-class _Named:
-    """Object of a class that is not imported: its arguments and attributes."""
-
-    kind = ""
-    """Dotted name of the class."""
-    arguments: tuple[Any, ...]
-    attributes: dict[str, Any]
-
-    def __new__(cls, *arguments: Any) -> _Named:
-        """Make the object without running code of the class."""
-        made = super().__new__(cls)
-        made.arguments, made.attributes = arguments, {}
-        return made
-
-    def __init__(self, *arguments: Any) -> None:
-        """Take the arguments, which `__new__` has kept."""
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.attributes |= {str(name): value for name, value in state.items()}
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.attributes[str(key)] = value  # a subclass of dict
-
-
 class _Unpickler(pickle.Unpickler):
     """Unpickler for which every name is a class without code."""
 
@@ -72,7 +48,7 @@ class _Unpickler(pickle.Unpickler):
             is_library or not (is_class or (module == "torch" and name in TORCH_NAMES))
         ):
             raise _RefusedNameError(f"{module}.{name}")
-        return type(last, (_Named,), {"kind": f"{module}.{name}"})
+        return type(last, (Record,), {"kind": f"{module}.{name}"})
 
     def persistent_load(self, identifier: Any) -> Any:
         raise _RefusedNameError("a tensor")
@@ -107,10 +83,10 @@ def read_pickled(file: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # damaged pickles raise errors of almost any class
         raise _damaged(file, f"its pickle is damaged ({type(error).__name__})") from None
-    if not isinstance(found, _Named) or not found.attributes:
+    if not isinstance(found, Record) or not found.fields:
         raise _damaged(file, "it holds no arguments")
     try:
-        return {"class": found.kind, **_Plain().value(found.attributes)}
+        return {"class": found.kind, **_Plain().value(found.fields)}
     except (RecursionError, OverflowError):
         raise _damaged(file, "it holds more values than arguments have") from None
 
@@ -141,10 +117,10 @@ class _Plain:
             }
         if isinstance(value, list | tuple | set | frozenset):
             return [self.value(each) for each in value]
-        if isinstance(value, _Named):
-            if value.attributes:
-                return self.value(value.attributes)
-            plain = [self.value(each) for each in value.arguments]
+        if isinstance(value, Record):
+            if value.fields:
+                return self.value(value.fields)
+            plain = [self.value(each) for each in value.args]
             return plain[0] if len(plain) == 1 else plain or None
         if isinstance(value, type):  # a type of torch, such as torch.bfloat16
             return value.__name__
