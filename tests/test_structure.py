@@ -175,6 +175,12 @@ SMALL = {
 }
 
 
+def test_every_file_of_tests_has_a_name_of_its_own() -> None:
+    """A name that two folders have is one module, and the tests of one of them are lost."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_the_lints_find_what_they_look_for() -> None:
     assert small_single_importers(SMALL) == {"package.a.tool": "package.a.user"}
     padded = {**SMALL, "package.a.tool": SMALL["package.a.tool"] + "\n" * SMALL_LINES}

@@ -17,7 +17,7 @@ from trainctl.engines.patch_checks import TABLES
 
 ROOT = Path(__file__).parents[2] / "trainctl"
 PACKAGES = {"torch", "deepspeed", "transformers", "torchao"}
-ROOMS = ("data", "engines", "launch/agent", "models", "train")
+ROOMS = ("data", "engines", "launchers/agent", "migration", "models", "train")
 """No other folder imports them (`tests/test_imports.py`)."""
 PATHS = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
@@ -48,10 +48,22 @@ PUBLIC = {
     "use_cache",
     # tokenizers documents it.
     "encode_special_tokens",
+    # gguf and xllamacpp (llama.cpp's parameters of a server) have no others than these.
+    "cache_type_k",
+    "cache_type_v",
+    "fit_params",
+    "flash_attn_type",
+    "n_ctx",
+    "n_gpu_layers",
+    "n_parallel",
+    "special_token_ids",
+    "verbosity",
+    "warmup",
     # Python's.
     "__code__",
     "__doc__",
     "__func__",
+    "__version__",
     "annotation",
     "_current_frames",
     "_exit",

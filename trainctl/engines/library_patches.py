@@ -32,6 +32,14 @@ _TORCH_USES = (
         at=ProcessKind.model,
     ),
     Use(
+        target="torch.nn.modules.module:Module.register_forward_hook",
+        how=UseKind.read,
+        why="a proof does not compare outputs that a hook of tensor parallelism exchanges",
+        contains="self._forward_hooks[handle.id] = hook",
+        names=("_forward_hooks",),
+        need=TENSOR,
+    ),
+    Use(
         target="torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply",
         how=UseKind.called,
         why="shards that were put in the place of those on meta are padded and kept before the "

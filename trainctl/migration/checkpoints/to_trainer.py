@@ -111,33 +111,26 @@ def _write_optimizer(
     sparse = path.with_suffix(".tmp")
     with skip_data(materialize_fake_tensors=True):
         torch.save({"state": state, "param_groups": groups}, sparse)
-    with zipfile.ZipFile(sparse) as archive:
-        records = {
-            entry.filename.partition("/")[2]: archive.read(entry)
-            for entry in archive.infolist()
-            if "/data/" not in entry.filename
-        }
-    sparse.unlink()
     tensors = chain.from_iterable(
         chain(run.scalars().values(), (run.read(parameter, each) for each in run.states))
         for parameter in names
     )
-    writer, done = torch._C.PyTorchFileWriter(str(path)), 0
-    for name, record in records.items():
-        if name not in _WRITTEN_BY_TORCH:
-            writer.write_record(name, record, len(record))
-    for index, tensor in enumerate(tensors):
-        writer.write_record(f"data/{index}", tensor.untyped_storage(), tensor.nbytes)
-        done += tensor.nbytes
-        progress(done)
-        del tensor  # before the next one is read
-    writer.write_end_of_file()
+    done = 0
+    # torch reads entries of any alignment, unless it is told to map the file.
+    with zipfile.ZipFile(sparse) as archive, zipfile.ZipFile(path, "w") as written:
+        for entry in archive.infolist():
+            folder, _, name = entry.filename.partition("/")
+            if not name.startswith("data/"):
+                written.writestr(entry.filename, archive.read(entry))
+        for index, tensor in enumerate(tensors):
+            with written.open(f"{folder}/data/{index}", "w", force_zip64=True) as stream:
+                stream.write(tensor.reshape(-1).view(torch.uint8).numpy())
+            done += tensor.nbytes
+            progress(done)
+            del tensor  # before the next one is read
+    sparse.unlink()
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-_WRITTEN_BY_TORCH = ("version", ".data/serialization_id")
-"""Records that the writer adds itself at the end."""
 
 
 def _scheduler(run: ExportedRun, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
