@@ -40,6 +40,7 @@ OF_A_RUN = (
     ("export", "run", "exported"),
     ("resume", "run", "training.steps=3", "--dry-run"),
     ("report", "run", "--output", "report.html"),
+    ("prove", "run", "--steps", "1"),
     ("checkpoint", "verify", "run"),
     ("runs", "sync", "run"),
     ("data", "show", "run", "--samples", "0"),
@@ -98,7 +99,7 @@ def test_no_process_of_a_run_imports_from_the_folder(hostile: Path) -> None:
     cache = {"XDG_CACHE_HOME": str(hostile.parent / "cache")}
     trainctl(
         "launch", *TINY, "training.steps=2", "logging.to=[tensorboard]", "--run-dir", "run",
-        "logging.alerts.command=[true]", cwd=hostile, **cache,
+        "checkpoint.every_steps=1", "logging.alerts.command=[true]", cwd=hostile, **cache,
     )  # fmt: skip
     _nothing_ran(hostile)
     with ThreadPoolExecutor(2) as pool:
