@@ -231,17 +231,22 @@ def _transformer(case: MegatronCase) -> TransformerConfig:
     )
 
 
+def _adam(case: MegatronCase) -> dict[str, Any]:
+    """Return what both the optimizer and the arguments in a checkpoint say."""
+    return {
+        "optimizer": "adam",
+        "lr": case.lr,
+        "weight_decay": case.weight_decay,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_eps": 1e-8,
+        "clip_grad": 1.0,
+        "use_distributed_optimizer": case.sharding is not None,
+    }
+
+
 def _optimizer(case: MegatronCase) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=case.lr,
-        weight_decay=case.weight_decay,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_eps=1e-8,
-        clip_grad=1.0,
-        use_distributed_optimizer=case.sharding is not None,
-    )
+    return OptimizerConfig(**_adam(case))
 
 
 def _save(case: MegatronCase, model: Any, optimizer: Any, scheduler: Any) -> None:
@@ -298,12 +303,5 @@ def _arguments(case: MegatronCase, config: Any) -> Namespace:
         seq_length=64,
         global_batch_size=case.batch,
         consumed_train_samples=case.save_at * case.batch,
-        optimizer="adam",
-        lr=case.lr,
-        weight_decay=case.weight_decay,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_eps=1e-8,
-        clip_grad=1.0,
-        use_distributed_optimizer=case.sharding is not None,
+        **_adam(case),
     )

@@ -236,7 +236,7 @@ def _mirror(run: RunPaths) -> dict[str, Any] | None:
 
 
 def summarise_runs(runs: list[RunPaths]) -> list[RunSummary]:
-    """Return the summarise_runs of several runs; a run that is removed meanwhile is left out."""
+    """Return the summaries of several runs; a run that is removed meanwhile is left out."""
     found = []
     for run in runs:
         with suppress(TrainctlError):
