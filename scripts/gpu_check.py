@@ -189,7 +189,14 @@ def run_tests() -> Tests:
     """Run every test marked `gpu`; without a GPU all of them skip."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
+        # Only the files that have such tests: the others import what a lent machine may lack.
+        files = [
+            str(file)
+            for file in sorted((ROOT / "tests").rglob("test_*.py"))
+            if "mark.gpu" in file.read_text(encoding="utf-8")
+        ]
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
+        command += files
         subprocess.run(command, cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
     kinds = {case: {child.tag for child in case} for case in cases}

@@ -358,4 +358,4 @@ SCALED = tuple(
     for attention in _ATTENTION
 )
 
-TRANSFORMERS = Table("transformers", ("5.17.0", "5.23.0"), _TRANSFORMERS_USES + SCALED)
+TRANSFORMERS = Table("transformers", ("5.21.0", "5.23.0"), _TRANSFORMERS_USES + SCALED)
