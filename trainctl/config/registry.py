@@ -37,7 +37,7 @@ FOLDER_VARIABLE = "TRAINCTL_OPTIONS"
 
 TRUST_VARIABLE = "TRAINCTL_TRUST_CODE"
 
-WITHOUT_A_SECTION = ("callbacks", "filter", "logger")
+WITHOUT_A_SECTION = ("callbacks", "filter", "logger", "reward")
 """Groups whose options are not kinds of a section. A run may use several, given as a list of names;
 an option with keys has its own section.
 """

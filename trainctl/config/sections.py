@@ -23,7 +23,14 @@ from trainctl.config.keys import (
     part_leaves_of,
 )
 from trainctl.config.layers import Stack
-from trainctl.config.registry import kind_key, kind_of, load_spec, load_specs, unit_groups
+from trainctl.config.registry import (
+    kind_key,
+    kind_of,
+    list_kinds,
+    load_spec,
+    load_specs,
+    unit_groups,
+)
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, join_alternatives, nearest_keys, nearest_names
 from trainctl.errors import Finding, Severity
@@ -58,7 +65,21 @@ def _complete_section(
     assert part is not None
     group = part.units  # type: ignore[attr-defined]
     choice = kind_key(group)
-    kind = section.setdefault(choice, kind_of_paths(group, section) or kind_of(part))
+    kind = section.get(choice) or kind_of_paths(group, section) or kind_of(part)
+    if not kind:  # the section's name is its kind
+        kind = key.rpartition(".")[2]
+        if kind not in list_kinds(group):
+            kinds = list_kinds(group)
+            yield Finding(
+                rule=WRONG_VALUE,
+                key=key,
+                message=f"{key} has no {choice}, and {kind} is none",
+                hint=did_you_mean([f"{key}.{choice}={one}" for one in nearest_names(kind, kinds)])
+                or f"{key}.{choice} is {join_alternatives(kinds)}",
+                source=_source_of_key(stack, key),
+            )
+            return
+    section[choice] = kind
     own = part_leaves_of(part, kind)
     for name in [name for name in section if name not in own]:
         value, inside = section.pop(name), f"{key}.{name}"

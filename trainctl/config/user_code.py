@@ -111,6 +111,8 @@ def function_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key, section in sources.items():
         keys = section.filters.get("function") or {}
         named[f"{key}.filters.function.call"] = keys.get("call")
+    for name, reward in getattr(config.objective, "rewards", {}).items():
+        named[f"objective.rewards.{name}.call"] = getattr(reward, "call", None)
     for key, reference in named.items():
         if reference:
             yield key, reference

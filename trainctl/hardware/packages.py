@@ -157,6 +157,10 @@ def _optional_modules(config: RunConfig) -> Iterator[tuple[str, str, tuple[str, 
             spec = load_spec(group, name)
             if spec.modules and (group != "logger" or python_of(name, config) == sys.executable):
                 yield key, name, spec.modules, ""
+    for name, reward in getattr(config.objective, "rewards", {}).items():
+        spec = load_spec("reward", kind_of(reward))
+        if spec.modules:
+            yield f"objective.rewards.{name}.kind", spec.name, spec.modules, ""
     sources: Mapping[str, Any] = config.data.sources or {"": config.data}
     for name, source in sources.items():
         place = f"data.sources.{name}" if name else "data"

@@ -1,0 +1,44 @@
+"""Rewards as users write them, good ones and bad ones, for `test_rewards`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def count_letters(
+    prompt: str, answer: str, columns: Mapping[str, Any], letter: str = "a"
+) -> float | None:
+    """Return the share of a letter; None for an empty answer."""
+    return answer.count(letter) / len(answer) if answer else None
+
+
+def misbehave(prompt: str, answer: str, columns: Mapping[str, Any]) -> Any:
+    """Do what the answer says."""
+    match answer:
+        case "raise":
+            raise ValueError(f"no answer to {prompt}")
+        case "exit":
+            sys.exit(3)
+        case "die":
+            os._exit(7)
+        case "hang":
+            subprocess.Popen(["sleep", "600"])
+            Path(columns["pid_file"]).write_text(str(os.getpid()))
+            time.sleep(600)
+        case "fill":
+            return len(bytearray(1 << 40))
+        case "text":
+            return "1.0"
+        case "nan":
+            return float("nan")
+        case "none":
+            return None
+        case "print":
+            print("{}", flush=True)
+    return columns["tokens"] if "tokens" in columns else columns["answer_tokens"]

@@ -1,0 +1,353 @@
+"""Rewards of sampled answers, each computed in processes of its own. No torch.
+
+A reward is the user's code, or follows what the model wrote: it may raise, hang, fill the memory or
+end its process. So a process of its own computes it, within limits, and whatever goes wrong is a
+record `reward_failed`; the process is started again. Both sides exchange JSON over a socket pair,
+so nothing that comes back can run code here.
+
+Rewards are functions of the row alone, so rank 0 computes those of the global batch for all ranks,
+and no layout changes them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.registry import function_of
+from trainctl.config.secrets import redact_text
+from trainctl.data.user_functions import in_words, load_user_function, make_importable
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.reward import RewardsConfig, RewardSection, Score
+from trainctl.options.reward.function import FunctionRewardConfig
+from trainctl.options.reward.length import ANSWER_TOKENS
+from trainctl.runs.processes import die_with_parent
+
+FAILED = "reward_failed"
+"""Kind of the record of a failed reward."""
+
+_START_SECONDS = 120.0
+"""Time limit for importing a reward: packages on a network file system are slow the first time."""
+_EXCERPT = 200
+"""Maximum characters of a prompt and of a reason in a record."""
+
+_COMMAND = "from trainctl.data.rewards import serve; serve({}, {})"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAnswer:
+    """A sampled answer to be scored."""
+
+    prompt: str
+    text: str
+    columns: Mapping[str, Any]
+    """Other columns of the prompt's record, as plain JSON."""
+    tokens: int
+    """Number of the answer's tokens; rewards find it as the column `answer_tokens`."""
+
+
+class RewardProcesses:
+    """The processes that compute the rewards of a run; a context manager.
+
+    Args:
+        section: The objective's section.
+        record: Writes a record: called with its kind and fields, as `EventWriter.write` is.
+
+    Raises:
+        TrainctlError: A reward cannot be loaded.
+    """
+
+    def __init__(self, section: RewardsConfig, record: Callable[..., object]) -> None:
+        self._record = record
+        self._pools: dict[str, SimpleQueue[_RewardProcess]] = {}
+        self._processes: list[_RewardProcess] = []
+        self._threads = {
+            name: ThreadPoolExecutor(section.reward_processes, f"reward-{name}")
+            for name in section.rewards
+        }
+        try:
+            for name, reward in section.rewards.items():
+                started = [
+                    _RewardProcess(name, reward, section) for _ in range(section.reward_processes)
+                ]
+                self._processes += started
+                self._pools[name] = SimpleQueue()
+                for process in started:
+                    self._pools[name].put(process)
+            for process in self._processes:
+                process.wait_until_loaded()
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, answers: Sequence[SampledAnswer]) -> list[dict[str, float | None]]:
+        """Return the rewards of each answer by their names, in the order of the answers.
+
+        A reward is None if it does not apply to the answer, or has failed. For the failures of one
+        reward that have the same reason, a record names the first answer, and counts the others.
+        """
+        pending = [
+            {
+                name: threads.submit(self._score_one, name, answer)
+                for name, threads in self._threads.items()
+            }
+            for answer in answers
+        ]
+        scored: list[dict[str, float | None]] = []
+        failures: dict[tuple[str, str], list[int]] = {}
+        for row, by_name in enumerate(pending):
+            found = {name: future.result() for name, future in by_name.items()}
+            scored.append({name: None if isinstance(x, str) else x for name, x in found.items()})
+            for name, reason in found.items():
+                if isinstance(reason, str):
+                    failures.setdefault((name, reason), []).append(row)
+        for (name, reason), rows in failures.items():
+            self._record(
+                FAILED,
+                reward=name,
+                reason=redact_text(reason[:_EXCERPT]),
+                row=rows[0],
+                prompt=redact_text(answers[rows[0]].prompt[:_EXCERPT]),
+                count=len(rows),
+                answers=len(answers),
+            )
+        return scored
+
+    def _score_one(self, name: str, answer: SampledAnswer) -> float | str | None:
+        """Return the reward of an answer, or as text why it has failed."""
+        process = self._pools[name].get()
+        try:
+            return process.score(answer)
+        finally:
+            self._pools[name].put(process)
+
+    def close(self) -> None:
+        """Kill the processes."""
+        for process in self._processes:
+            process.kill()
+        for threads in self._threads.values():
+            threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def weighted_sum(section: RewardsConfig, rewards: Mapping[str, float | None]) -> float:
+    """Return the reward of an answer: its rewards times their weights. None counts as 0."""
+    return math.fsum(
+        section.rewards[name].weight * value for name, value in rewards.items() if value is not None
+    )
+
+
+class _RewardProcess:
+    """One process of a reward, started again when it is needed after it has ended."""
+
+    def __init__(self, name: str, reward: RewardSection, section: RewardsConfig) -> None:
+        self._name, self._section = name, section
+        self._setup = {
+            "name": name,
+            "reward": to_plain(reward),
+            "memory": section.reward_memory,
+            "folder": str(Path.cwd()),
+        }
+        self._is_closed = False
+        self._start()
+
+    def _start(self) -> None:
+        ours, its = socket.socketpair()
+        with its:
+            # A group of its own: what the reward started ends with it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _COMMAND.format(its.fileno(), os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[its.fileno()],
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._is_loaded = False
+        with suppress(OSError):  # it has ended already: the next message tells
+            self._send(self._setup)
+
+    def wait_until_loaded(self) -> None:
+        """Wait until the process can score answers.
+
+        Raises:
+            TrainctlError: The reward cannot be loaded.
+        """
+        if self._is_loaded:
+            return
+        key = f"objective.rewards.{self._name}"
+        try:
+            answer = self._receive(_START_SECONDS)
+        except _NoAnswer as failed:
+            raise TrainctlError(
+                f"{key} cannot be loaded: its process {failed}",
+                hint="objective.reward_memory gives it more memory, if its packages need that",
+                exit_code=ExitCode.environment,
+            ) from None
+        if "error" in answer:
+            raise TrainctlError(
+                f"{key}: {answer['error']}",
+                hint=answer["hint"],
+                exit_code=ExitCode(answer["exit_code"]),
+            )
+        self._is_loaded = True
+
+    def score(self, answer: SampledAnswer) -> float | str | None:
+        """Return the reward of an answer, or as text why it has failed."""
+        try:
+            if self._process.poll() is not None and not self._is_closed:
+                self.kill(starts_again=True)
+            self.wait_until_loaded()
+            columns = {**answer.columns, ANSWER_TOKENS: answer.tokens}
+            self._send({"prompt": answer.prompt, "answer": answer.text, "columns": columns})
+            found = self._receive(self._section.reward_timeout)
+        except TrainctlError as error:
+            return error.message
+        except (_NoAnswer, OSError) as failed:
+            reason = str(failed) if isinstance(failed, _NoAnswer) else self._ending()
+            if not self._is_closed:
+                self.kill(starts_again=True)
+            return reason
+        scored: float | str | None = found["failed"] if "failed" in found else found["reward"]
+        return scored
+
+    def kill(self, *, starts_again: bool = False) -> None:
+        """Kill the process and what it started."""
+        self._is_closed = not starts_again
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+        if starts_again:
+            self._start()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._connection.send_bytes(json.dumps(message).encode())
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        """Return the next message.
+
+        Raises:
+            _NoAnswer: The process has ended, or sends none in time.
+        """
+        try:
+            if not self._connection.poll(seconds):
+                raise _NoAnswer(f"took more than {seconds:g} s")
+            message: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise _NoAnswer(self._ending()) from None
+        return message
+
+    def _ending(self) -> str:
+        """Describe how the process ended; its end of the connection is closed."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(1.0)
+            if code >= 0:
+                return f"ended its process with exit code {code}"
+            return f"ended its process by {signal.Signals(-code).name}"
+        return "closed its connection"
+
+
+class _NoAnswer(Exception):
+    """A process that gives no answer; the message says why."""
+
+
+def load_reward_function(section: FunctionRewardConfig) -> Score:
+    """Return the user's function with its further arguments.
+
+    Raises:
+        TrainctlError: It cannot be imported.
+    """
+    function = load_user_function("call", section.call)
+    return partial(function, **section.arguments)
+
+
+def serve(descriptor: int, parent: int) -> NoReturn:
+    """Load the reward that the first message describes, and score answers until the parent ends.
+
+    Args:
+        descriptor: Socket of the connection to the parent.
+        parent: Process id of the parent.
+    """
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    with suppress(EOFError, OSError), Connection(descriptor) as connection:
+        _serve(connection)
+    os._exit(0)
+
+
+def _serve(connection: Connection) -> None:
+    def send(**fields: Any) -> None:
+        connection.send_bytes(json.dumps(fields).encode())
+
+    setup = json.loads(connection.recv_bytes())
+    _limit_memory(setup["memory"])
+    make_importable(Path(setup["folder"]))
+    try:
+        section = from_plain(RewardSection, setup["reward"])
+        score: Score = function_of("reward", section.kind)(section)
+    except TrainctlError as error:
+        send(error=error.message, hint=error.hint, exit_code=int(error.exit_code))
+        return
+    except (Exception, SystemExit) as error:
+        send(error=in_words(error), hint="", exit_code=int(ExitCode.bad_input))
+        return
+    send()
+    while True:
+        request = json.loads(connection.recv_bytes())
+        try:
+            send(reward=_checked(score(request["prompt"], request["answer"], request["columns"])))
+        except MemoryError:
+            send(failed="takes more than objective.reward_memory")
+        except (Exception, SystemExit) as error:
+            send(failed=in_words(error))
+
+
+def _limit_memory(most_bytes: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _checked(value: Any) -> float | None:
+    """Return a reward as a float.
+
+    Raises:
+        ValueError: It is no finite number.
+    """
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, str) or not math.isfinite(number):
+        raise ValueError(f"returned {value!r:.80}, which is no finite number")
+    return number
