@@ -89,7 +89,7 @@ DEEPSPEED_KEYS = (
 """Keys of DeepSpeed's JSON that users may type without the `deepspeed.` prefix."""
 
 UNSUPPORTED_OPTIONS = {
-    "objective": ("grpo", "ppo", "rloo", "gspo", "dapo", "kto", "reward", "rm", "bco", "cpo")
+    "objective": ("ppo", "rloo", "gspo", "dapo", "kto", "reward", "rm", "bco", "cpo")
 }
 """Options of other trainers that trainctl lacks, by group; no near match is suggested for them."""
 

@@ -1,0 +1,149 @@
+"""Group-relative policy optimization (GRPO, arXiv:2402.03300) and its variants, by three keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from trainctl.config.schema import ObjectiveConfig
+from trainctl.config.schema.option import option
+from trainctl.options.objective import TOKENS, Objective
+
+
+class Rollout(Enum):
+    """Program that samples the answers."""
+
+    engine = "engine"
+    vllm = "vllm"
+
+
+class Advantage(Enum):
+    """Advantage of an answer, as a function of the rewards of its prompt's answers."""
+
+    standardized = "standardized"
+    centered = "centered"
+    leave_one_out = "leave_one_out"
+
+
+class Ratio(Enum):
+    """Unit whose probability ratio is clipped."""
+
+    token = "token"
+    sequence = "sequence"
+
+
+class NormalizeBy(Enum):
+    """Divisor of the summed loss of the tokens."""
+
+    answer = "answer"
+    tokens = "tokens"
+    length = "length"
+
+
+@dataclass
+class GrpoConfig(ObjectiveConfig):
+    """Keys of GRPO, Dr. GRPO, RLOO, GSPO and DAPO."""
+
+    rollout: Rollout = option(
+        Rollout.engine,
+        "Program that samples the answers: the training engine itself, or a vLLM server.",
+    )
+    rollout_url: str | None = option(
+        None,
+        "URL of the vLLM server, which must return log-probabilities.",
+        example="http://localhost:8000",
+        needs=(lambda s: s.rollout is Rollout.vllm, "objective.rollout=vllm"),
+    )
+    samples: int = option(8, "Answers to each prompt, which are compared.", minimum=2)
+    max_prompt_tokens: int = option(
+        512, "Longest prompt; a longer one is left out.", unit="tokens", minimum=1
+    )
+    max_answer_tokens: int = option(
+        1024, "Longest answer; a longer one is cut.", unit="tokens", minimum=1
+    )
+    rollout_batch_size: int | None = option(
+        None,
+        "Answers that a data-parallel rank samples at a time; null takes as many as memory allows.",
+        unit="answers",
+        minimum=1,
+    )
+    temperature: float = option(1.0, "Divides the logits, in sampling and in training.", above=0)
+    top_p: float = option(
+        1.0, "Sample from the likeliest tokens with this total probability.", above=0, maximum=1
+    )
+    top_k: int = option(0, "Sample from so many likeliest tokens; 0 is all.", minimum=0)
+    rewards: list[str] = option(
+        [],
+        "Reward functions: names of shipped ones, or module:function.",
+        example="[exact]",
+    )
+    reward_weights: list[float] = option(
+        [], "Weight of each reward in the sum, in the order of objective.rewards; empty is 1 each."
+    )
+    reward_timeout: float = option(
+        10.0, "Longest time of a reward function for one answer.", unit="seconds", above=0
+    )
+    reward_memory: float = option(2.0, "Memory limit of a reward process.", unit="GB", above=0)
+    advantage: Advantage = option(
+        Advantage.standardized,
+        "Reward compared with the prompt's other answers: less their mean and divided by their "
+        "standard deviation (standardized, GRPO), less the mean (centered, Dr. GRPO), or less the "
+        "mean of the other answers (leave_one_out, RLOO).",
+    )
+    ratio: Ratio = option(
+        Ratio.token,
+        "Unit of the probability ratio: each token (GRPO), or the geometric mean over an answer "
+        "(sequence, GSPO).",
+    )
+    normalize_by: NormalizeBy = option(
+        NormalizeBy.answer,
+        "Mean of the loss: over an answer's tokens, then over answers (answer, GRPO); over all "
+        "tokens of the global batch (tokens, DAPO); sum divided by objective.max_answer_tokens, "
+        "then over answers (length, Dr. GRPO).",
+    )
+    clip_low: float = option(
+        0.2, "Largest decrease of the probability ratio with a gradient.", above=0, maximum=1
+    )
+    clip_high: float = option(
+        0.2, "Largest increase of the probability ratio with a gradient; DAPO has 0.28.", above=0
+    )
+    kl_weight: float = option(
+        0.0, "Weight of the KL divergence to the weights before the first step.", minimum=0
+    )
+    updates: int = option(
+        1, "Optimizer steps on the answers of one policy, each on its own prompts.", minimum=1
+    )
+    dynamic_sampling: int = option(
+        0,
+        "Most further rounds of prompts in place of those whose answers all have the same reward "
+        "(DAPO); 0 keeps them, without a gradient.",
+        unit="rounds",
+        minimum=0,
+    )
+    mismatch_limit: float = option(
+        0.1,
+        "Largest mean absolute difference between log-probabilities of rollout and trainer, above "
+        "which the run stops.",
+        unit="nats",
+        above=0,
+    )
+    importance_cap: float = option(
+        2.0,
+        "Largest importance weight of a token, which corrects that difference.",
+        minimum=1,
+    )
+
+
+MEASURES = ("mismatch", "importance", "clipped", "kl", "entropy", "advantage")
+"""Means over the tokens of the answers: absolute difference of log-probabilities between rollout
+and trainer, importance weight, share of tokens whose ratio is clipped, KL divergence to the
+reference, negative log-probability, absolute advantage.
+"""
+
+SPEC = Objective(
+    name="grpo",
+    keys=GrpoConfig,
+    build="trainctl.train.objectives.grpo:grpo",
+    counts=TOKENS,
+    measures=MEASURES,
+)
