@@ -96,7 +96,7 @@ def test_a_sample_is_one_pair_and_one_too_long_is_left_out(pairs, tmp_path):
     (dataset,) = data.datasets.values()
     assert dataset.num_samples + held_out.num_samples == PAIRS
     batch = dataset.micro_batch(np.array([0, -1]))
-    assert batch.is_paired and batch.is_masked and batch.num_counted == 1
+    assert batch.counts_records and batch.is_masked and batch.num_counted == 1
     row = json.loads(pairs.read_text().splitlines()[0])
     ids = [[*f"{row['prompt']}{row[key]}".encode(), END] for key in ("chosen", "rejected")]
     first, both = len(ids[0]), len(ids[0]) + len(ids[1])
@@ -126,7 +126,7 @@ def test_reference_losses_of_other_pairs_are_not_used(pairs, tmp_path):
         zeros = {side: np.zeros((size, 2), np.float32) for side, size in numbers.items()}
         write_reference(run, zeros, reference_identity(corpora, numbers))
         attach_saved_reference(run, corpora, held_out)
-        assert held_out[SINGLE_SOURCE].reference.shape == (count, 2)
+        assert held_out[SINGLE_SOURCE].stored["reference"].shape == (count, 2)
         kept.append((run, corpora, held_out))
     (own, corpora, held_out), (other, *_) = kept
     own.reference.write_bytes(other.reference.read_bytes())
@@ -196,8 +196,8 @@ def test_losses_match_their_papers():
         ("orpo", {}, -means[0] - 0.1 * F.logsigmoid(log_odds[0] - log_odds[1])),
     ):
         section = new_section("objective", kind, **values)
-        known = {"reference": reference} if kind == "dpo" else {}
-        loss, measured = ObjectiveLoss(section)(logs, labels, {"documents": documents, **known})
+        beside = {"documents": documents, "stored": {"reference": reference}}
+        loss, measured = ObjectiveLoss(section)(logs, labels, beside)
         assert float(loss) == pytest.approx(float(expected), rel=1e-5), (kind, values)
         assert measured[0, -2:].tolist() == pytest.approx([float(chosen), float(rejected)])
         assert measured[1].tolist() == [0.0] * measured.shape[1]

@@ -43,7 +43,7 @@ from trainctl.data.corpus_record import Corpus, Split
 from trainctl.data.token_arrays import LossMask
 from trainctl.data.tokenized import ends_by_id
 from trainctl.errors import TrainctlError
-from trainctl.options.data import spec_of
+from trainctl.options.data import SampleKind, spec_of
 from trainctl.readers.files import digest_of
 from trainctl.readers.remote import Notify
 from trainctl.runs.files import sync_directory, write_json
@@ -241,7 +241,7 @@ def load_bins(
         "length": length,
         **({} if split.ends else {"ends": "by id"}),
         **({"on_too_long": config.data.on_too_long.value} if corpus.is_marked else {}),
-        **({"each": "alone"} if spec_of(config.data).has_pairs else {}),
+        **({"each": "alone"} if _has_records(config) else {}),
     }
     folder = cache / f"packing-{digest_of(json.dumps(of, sort_keys=True))[:24]}"
     bins, _ = _read_bins(folder)
@@ -257,13 +257,18 @@ def load_bins(
     return bins
 
 
+def _has_records(config: RunConfig) -> bool:
+    """Return True if each sample is one record, which is not packed with others."""
+    return spec_of(config.data).gives is not SampleKind.text
+
+
 def _pack_split(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
     length, ends = config.training.sequence_length, _document_ends(corpus, split)
     loss_mask = corpus.loss_mask(split)
     if loss_mask is None:
         return pack_pieces(document_pieces(ends, length), length)
-    is_paired = spec_of(config.data).has_pairs
-    what, others = ("pair", "") if is_paired else ("conversation", "cut, or ")
+    is_record = _has_records(config)
+    what, others = ("pair", "") if is_record else ("conversation", "cut, or ")
     longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
     if config.data.on_too_long is OnTooLong.error and longest > length:
         raise TrainctlError(
@@ -272,7 +277,7 @@ def _pack_split(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
         )
     cuts = config.data.on_too_long is OnTooLong.cut
     found = conversation_pieces(ends, length, loss_mask, cuts=cuts)
-    bins = one_bin_per_piece(found.pieces) if is_paired else pack_pieces(found.pieces, length)
+    bins = one_bin_per_piece(found.pieces) if is_record else pack_pieces(found.pieces, length)
     return replace(bins, counts=found.counts)
 
 
@@ -286,12 +291,12 @@ def packed_token_count(config: RunConfig, corpus: Corpus, notify: Notify = ignor
     if bins is None:
         return corpus.train.tokens
     tokens = len(bins) * config.training.sequence_length
-    is_paired = spec_of(config.data).has_pairs
+    is_record = _has_records(config)
     if bins.counts:
         text = describe_packing(bins.counts, corpus.held_out.documents)
-        notify(text.replace("conversations", "pairs", 1) if is_paired else text)
+        notify(text.replace("conversations", "pairs", 1) if is_record else text)
     text_tokens = int(bins.lengths.sum(dtype=np.int64))
-    how = "a pair in each sample" if is_paired else "best-fit packing"
+    how = "a pair in each sample" if is_record else "best-fit packing"
     notify(
         f"{how}: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
         f"{text_tokens / max(1, tokens):.2%} of them text, the rest padding"

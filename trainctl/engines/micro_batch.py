@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Input of one forward pass of a data-parallel rank; every tensor is (samples, length)."""
+    """Input of one forward pass of a data-parallel rank; most tensors are (samples, length)."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -27,12 +27,14 @@ class MicroBatch:
     """Index of each sample in the dataset, shape (samples,)."""
     is_masked: bool = False
     """Whether attention stays within documents; `position_ids` tell the model their boundaries."""
-    is_paired: bool = False
-    """Whether each sample is a pair of answers: its first two documents."""
-    reference: torch.Tensor | None = None
-    """Log-probabilities of the two answers under the initial model, (samples, 2), fp32; None if the
-    objective uses none.
+    counts_records: bool = False
+    """Whether the loss is a mean over samples rather than labels."""
+    targets: torch.Tensor | None = None
+    """Numbers beside each record, (samples, k), fp32, NaN where absent; None if the data source
+    gives none.
     """
+    stored: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Rows of the arrays in `Objective.stored`, (samples, ...), by name."""
 
     @classmethod
     def of_context(cls, ids: list[int], *, samples: int = 1) -> MicroBatch:
@@ -96,14 +98,17 @@ class MicroBatch:
             inputs |= document_lengths(self.position_ids, device)
         return {**inputs, "use_cache": False}
 
-    def objective_inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the tensors that an objective needs besides the labels; empty if it needs none."""
-        if not self.is_paired:
-            return {}
-        told = {"documents": self.document_ids}
-        if self.reference is not None:
-            told["reference"] = self.reference
-        return {name: tensor.to(device, non_blocking=True) for name, tensor in told.items()}
+    def objective_inputs(self, device: torch.device) -> dict[str, Any]:
+        """Return what an objective is told of the samples: the fields of `Beside`."""
+
+        def there(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return {
+            "documents": there(self.document_ids),
+            "targets": None if self.targets is None else there(self.targets),
+            "stored": {name: there(rows) for name, rows in self.stored.items()},
+        }
 
     @property
     def num_labels(self) -> int:
@@ -111,9 +116,9 @@ class MicroBatch:
 
     @property
     def num_counted(self) -> int:
-        """Number of labels, or of pairs if samples are pairs: the loss is a mean over them."""
+        """Number of labels, or of samples with a label: the loss is a mean over them."""
         has_label = self.labels != IGNORED_LABEL
-        return int((has_label.any(dim=1) if self.is_paired else has_label).sum())
+        return int((has_label.any(dim=1) if self.counts_records else has_label).sum())
 
 
 def document_lengths(positions: torch.Tensor, device: torch.device) -> dict[str, Any]:
@@ -142,7 +147,7 @@ class StepSums:
     """Losses and recorded measures of a step, in fp64; adding to them does not wait for the device.
 
     Attributes:
-        loss: Sum over this rank's labels (or pairs), in the objective's unit, without the z-loss.
+        loss: Sum over this rank's labels (or records), in the objective's unit, without the z-loss.
         z_loss: Sum of the z-loss, in the same unit.
         measures: Sums of the objective's measures, (names,); None if it records nothing.
     """

@@ -228,7 +228,7 @@ class Engine(ABC):
         times: Stopwatch of the parts of a step.
         z_loss: z-loss of the last step, in the units of its loss; None if the run has none.
         measures: The objective's measures of the last step besides its loss: means over the counted
-            labels or pairs, by name.
+            labels or records, by name.
         summed_loss: Sum of the last step's losses, over this rank's own labels, in nats.
     """
 
@@ -248,7 +248,7 @@ class Engine(ABC):
         self.times = Stopwatch(job.process.device)
         self.z_loss: float | None = None
         self.measures: dict[str, float] = {}
-        self._recorded = objective_of(job.plan.config.objective).recorded
+        self.objective = objective_of(job.plan.config.objective)
         self.summed_loss = 0.0
 
     @property
@@ -257,6 +257,10 @@ class Engine(ABC):
         """The module that the engine calls; its `eval` and `train` methods switch the model's
         mode.
         """
+
+    def _objective_inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        """Return what the objective is told of a micro-batch; empty for the next token's loss."""
+        return batch.objective_inputs(self._process.device) if self.objective.build else {}
 
     def set_batch(self, batch: Batch) -> None:
         """Change the batch of the following steps: its accumulation steps or sequence length."""
@@ -268,33 +272,34 @@ class Engine(ABC):
 
         Args:
             batches: Micro-batches of this rank.
-            num_labels: Number of labels (or pairs) in the global batch. The gradient is of the
-                summed loss divided by it, so every label (or pair) has the same weight, on
+            num_labels: Number of labels (or records) in the global batch. The gradient is of the
+                summed loss divided by it, so every label (or record) has the same weight, on
                 whichever rank and in whichever micro-batch.
 
         Returns:
-            Sums over the labels (or pairs) that this rank counts.
+            Sums over the labels (or records) that this rank counts.
         """
 
     def accumulate(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Run forward and backward over a step's micro-batches, leaving the mean gradient.
 
         Returns:
-            The mean loss over the labels (or pairs) of the global batch, and their number.
+            The mean loss over the labels (or records) of the global batch, and their number.
         """
         num_labels = self._num_labels(batches)
         own = self.run(batches, max(1.0, num_labels)).tolist()
         self.summed_loss = own[0]
         # The ranks of a tensor group all hold the same sums: only the first one counts.
         summed = self._process.sum(*(own if self.mesh.tensor.is_first else [0.0] * len(own)))
-        loss, z_loss, *measures = (each / max(1.0, num_labels) for each in summed)
+        loss, z_loss = (each / max(1.0, num_labels) for each in summed[:2])
         if self._plan.config.stability.z_loss > 0:
             self.z_loss = z_loss
-        self.measures = dict(zip(self._recorded, measures, strict=True))
+        section = self._plan.config.objective
+        self.measures = self.objective.record(section, summed[2:], num_labels)
         return loss, num_labels
 
     def _num_labels(self, batches: Sequence[MicroBatch]) -> float:
-        """Return the number of labels (or pairs) in the global batch."""
+        """Return the number of labels (or records) in the global batch."""
         is_cut = self._plan.config.data.packing is Packing.stream
         if is_cut and not batches[0].is_masked:  # every position has a label: no collective
             return float(self._batch.tokens_per_step)
@@ -347,11 +352,11 @@ class Engine(ABC):
 
     @abstractmethod
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
-        """Return the summed loss, the number of labels (or pairs), and the objective's summed
+        """Return the summed loss, the number of labels (or records), and the objective's summed
         measures.
 
-        All cover the labels (or pairs) that this rank counts. Summed over all ranks, they cover the
-        batches of all data-parallel ranks.
+        All cover the labels (or records) that this rank counts. Summed over all ranks, they cover
+        the batches of all data-parallel ranks.
         """
 
     def measured(self) -> torch.Tensor:

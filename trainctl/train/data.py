@@ -21,7 +21,8 @@ from trainctl.data.packing import load_bins, packed_token_count
 from trainctl.data.sample_reader import SampleBatch, SampleReader
 from trainctl.data.streaming.corpora import Stream, StreamedCorpus
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
-from trainctl.options.data import spec_of
+from trainctl.options.data import SampleKind, spec_of
+from trainctl.options.objective import RECORDS, objective_of
 from trainctl.plans.mixture import StagedBatches, sources_of, stages_of_plan
 from trainctl.plans.types import Batch, RunPlan
 
@@ -32,13 +33,9 @@ class PackedDataset:
     Args:
         sequence_length: Tokens of a sample.
         mask_documents: Whether attention stays within a document.
-        has_pairs: Whether each sample is a pair of answers.
+        is_record: Whether each sample is one record.
+        counts_records: Whether the loss is a mean over samples rather than labels.
         how: Further arguments of `SampleReader`: `bins` and `infilling`.
-    """
-
-    reference: npt.NDArray[np.float32] | None = None
-    """Log-probabilities of each sample's two answers before the first step, (samples, 2). None if
-    no objective needs them, or until they are computed.
     """
 
     def __init__(
@@ -48,11 +45,18 @@ class PackedDataset:
         *,
         sequence_length: int,
         mask_documents: bool,
-        has_pairs: bool = False,
+        is_record: bool = False,
+        counts_records: bool = False,
         **how: Any,
     ) -> None:
         self._samples = SampleReader(corpus, split, sequence_length, **how)
-        self.mask_documents, self.has_pairs = mask_documents, has_pairs
+        self._how = {
+            "is_masked": mask_documents,
+            "is_record": is_record,
+            "counts_records": counts_records,
+        }
+        self.stored: dict[str, npt.NDArray[Any]] = {}
+        """Arrays of `Objective.stored` by name, with a row for each sample, once they are known."""
         self.num_samples = self._samples.num_samples
         self.read, self.pieces = self._samples.read, self._samples.pieces
 
@@ -60,23 +64,27 @@ class PackedDataset:
         """Return the samples at `indices`; index -1 gives a sample without labels (padding)."""
         rows = self.read(indices)
         rows.ignored[indices < 0] = True
-        batch = _micro_batch(rows, indices, is_masked=self.mask_documents, has_pairs=self.has_pairs)
-        return self.with_reference(batch, indices)
+        return self.batch_of(rows, indices)
 
-    def with_reference(self, batch: MicroBatch, indices: npt.NDArray[np.int64]) -> MicroBatch:
-        """Return the batch with the reference log-probabilities of `indices`, if there are any."""
-        if self.reference is None or not len(self.reference):
-            return batch
-        known = torch.from_numpy(self.reference[np.maximum(indices, 0)])
-        return replace(batch, reference=known)
+    def batch_of(self, rows: SampleBatch, indices: npt.NDArray[np.int64]) -> MicroBatch:
+        """Return a micro-batch of samples that were read, with the stored arrays' rows."""
+        batch = _micro_batch(rows, indices, **self._how)
+        places = np.maximum(indices, 0)
+        stored = {n: torch.from_numpy(each[places]) for n, each in self.stored.items() if len(each)}
+        return replace(batch, stored=stored)
 
 
 def _micro_batch(
-    rows: SampleBatch, indices: npt.NDArray[np.int64], *, is_masked: bool, has_pairs: bool = False
+    rows: SampleBatch,
+    indices: npt.NDArray[np.int64],
+    *,
+    is_masked: bool,
+    is_record: bool,
+    counts_records: bool,
 ) -> MicroBatch:
     """Build a micro-batch from the tokens of its samples."""
     ends, inputs, labels = rows.ends, rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
-    if has_pairs:
+    if is_record:
         ends |= _ends_of_first_answers(rows.ignored)
     labels[rows.ignored] = IGNORED_LABEL
     documents = np.zeros_like(inputs)
@@ -94,7 +102,7 @@ def _micro_batch(
         document_ids=torch.from_numpy(documents),
         sample_ids=torch.from_numpy(indices.copy()),
         is_masked=is_masked,
-        is_paired=has_pairs,
+        counts_records=counts_records,
     )
 
 
@@ -194,9 +202,7 @@ class TrainingData:
             dataset = self.datasets[self.order.names[source], length]
             mine = np.flatnonzero(sources == source)
             rows.put(mine, dataset.read(indices[mine], epochs[mine]))
-        masked, pairs = dataset.mask_documents, dataset.has_pairs
-        batch = _micro_batch(rows, indices, is_masked=masked, has_pairs=pairs)
-        return dataset.with_reference(batch, indices)  # pairs have one source (TC393)
+        return dataset.batch_of(rows, indices)  # records have one source (TC393)
 
 
 def _prefetched_streams(
@@ -234,7 +240,8 @@ def _packed(plan: RunPlan, corpus: Corpus, split: Split, length: int, **how: Any
         split,
         sequence_length=length,
         mask_documents=data.mask_documents,
-        has_pairs=spec_of(data).has_pairs,
+        is_record=spec_of(data).gives is not SampleKind.text,
+        counts_records=objective_of(plan.config.objective).counts == RECORDS,
         bins=load_bins(plan.config, corpus, split),
         **how,
     )

@@ -26,8 +26,8 @@ from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.train.data import PackedDataset
 
 Score = Callable[[MicroBatch], tuple[float, ...]]
-"""Function from a micro-batch to its summed loss, the number of labels (or pairs) that the loss is
-summed over, and the sums of the objective's measures.
+"""Function from a micro-batch to its summed loss, the number of labels (or records) that the loss
+is summed over, and the sums of the objective's measures.
 """
 
 NextScores = Callable[[list[int]], torch.Tensor]
@@ -59,13 +59,13 @@ class HeldOutLoss:
     """Held-out loss of a run's sources."""
 
     loss: float
-    """Mean over the labels (or pairs) of all sources; nats per token for a cross entropy."""
+    """Mean over the labels (or records) of all sources; nats per token for a cross entropy."""
     sources: dict[str, float]
     """Mean loss of each source that has held-out samples."""
     samples: int
     """Number of samples evaluated, over all sources."""
     measures: dict[str, float]
-    """Means of the objective's measures over all sources, by name."""
+    """Numbers that the objective records beside its loss, over all sources."""
 
 
 def evaluate_sources(
@@ -73,7 +73,7 @@ def evaluate_sources(
     datasets: Mapping[str, PackedDataset],
     *,
     num_samples: int,
-    recorded: Sequence[str] = (),
+    record: Callable[[Sequence[float], float], dict[str, float]] = lambda sums, number: {},
     sum_over_ranks: Callable[..., list[float]] = _single_process_sums,
     progress: Callable[[int, int], None] = _ignore_progress,
     **how: int,
@@ -82,7 +82,8 @@ def evaluate_sources(
 
     Args:
         num_samples: Most samples of a source.
-        recorded: Names of the measures that `score` returns after the loss and its number.
+        record: Function from the sums of the objective's measures and the number of labels (or
+            records) to what is recorded.
         progress: Called with the samples done and their total over all sources.
         how: Further arguments of `evaluate`.
     """
@@ -95,7 +96,6 @@ def evaluate_sources(
                 score,
                 datasets[name],
                 count,
-                width=2 + len(recorded),
                 sum_over_ranks=sum_over_ranks,
                 progress=partial(_report_over_sources, progress, before, whole),
                 **how,
@@ -105,8 +105,7 @@ def evaluate_sources(
         return None
     total, number, *measured = (sum(column) for column in zip(*sums.values(), strict=True))
     of_each = {name: loss / labels for name, (loss, labels, *_) in sums.items()}
-    measures = {name: each / number for name, each in zip(recorded, measured, strict=True)}
-    return HeldOutLoss(total / number, of_each, whole, measures)
+    return HeldOutLoss(total / number, of_each, whole, record(measured, number))
 
 
 def evaluate(
@@ -158,23 +157,22 @@ def _sum_over_samples(
     dataset: PackedDataset,
     count: int,
     *,
-    width: int,
     micro_batch_size: int,
     data_rank: int = 0,
     data_size: int = 1,
     sum_over_ranks: Callable[..., list[float]],
     progress: Callable[[int, int], None],
 ) -> list[float]:
-    """Return `width` sums over the first `count` samples and all ranks: loss, labels, measures."""
-    sums = [0.0] * width
+    """Return sums over the first `count` samples and all ranks: loss, labels, measures."""
+    found = []
     for start in range(0, count, micro_batch_size * data_size):
         progress(start, count)
         first = start + data_rank * micro_batch_size
         indices = np.arange(first, first + micro_batch_size)
         batch = dataset.micro_batch(np.where(indices < count, indices, -1))
-        sums = [each + found for each, found in zip(sums, score(batch), strict=True)]
+        found.append(score(batch))
     progress(count, count)
-    return sum_over_ranks(*sums)
+    return sum_over_ranks(*(sum(column) for column in zip(*found, strict=True)))
 
 
 def sampled_ids(

@@ -189,7 +189,7 @@ def _evaluate(
 ) -> dict[str, Any]:
     from trainctl.data.corpora import unigram_entropy
     from trainctl.data.prepare import load_run_corpora
-    from trainctl.options.objective import objective_of
+    from trainctl.options.objective import REFERENCE, objective_of
     from trainctl.train.data import held_out_data
     from trainctl.train.evaluation import evaluate_sources
     from trainctl.train.models.loaded import load
@@ -198,7 +198,7 @@ def _evaluate(
     corpora = load_run_corpora(plan, run)
     datasets = held_out_data(plan, corpora)
     objective = objective_of(plan.config.objective)
-    if objective.needs_reference:
+    if REFERENCE in objective.stored:
         attach_saved_reference(run, corpora, datasets)
     samples = arguments.samples or plan.config.training.evaluation_samples
     if samples == 0 or not any(dataset.num_samples for dataset in datasets.values()):
@@ -214,7 +214,7 @@ def _evaluate(
             model.score,
             datasets,
             num_samples=samples,
-            recorded=objective.recorded,
+            record=partial(objective.record, plan.config.objective),
             micro_batch_size=plan.batch.micro_batch_size,
             progress=lambda done, total: progress("evaluating", done, total),
         )

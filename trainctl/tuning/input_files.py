@@ -39,7 +39,7 @@ from trainctl.models.tensors import (
 )
 from trainctl.models.tokenizer_files import TokenizerFacts, read_chat_template
 from trainctl.options.adapter import low_rank
-from trainctl.options.data import spec_of
+from trainctl.options.data import SampleKind, spec_of
 from trainctl.options.tokenizer import spec_of as tokenizer_of
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.shapes import all_tensors
@@ -438,8 +438,8 @@ def _without_template(config: RunConfig) -> Iterator[Finding]:
     }
     for key, section in (sources or {"data": config.data}).items():
         source, named = load_spec("data", section.kind), getattr(section, "chat_template", None)
-        # Pairs of plain texts need no template.
-        asks = source.encoder and (named is not None or not source.has_pairs)
+        # Records of plain texts need no template.
+        asks = source.encoder and (named is not None or source.gives is SampleKind.text)
         if asks and config.data.factory is None and is_named:
             tokenizer = file(config.tokenizer) if file else None
             if tokenizer is None or tokenizer.is_file():  # another finding reports a missing file

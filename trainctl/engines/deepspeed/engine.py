@@ -272,19 +272,14 @@ class DeepSpeedEngine(Engine):
         """Index of this rank's part of every sequence, and the number of parts."""
         return self.mesh.sequence.index, self.mesh.sequence.size
 
-    def _arguments(
-        self, batch: MicroBatch
-    ) -> tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]:
+    def _arguments(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor, dict[str, Any]]:
         """Return the arguments of a model call for this rank's part of the batch, on its device."""
         device = self._process.device
         inputs = batch.model_inputs(
             device, part=self._part, flash_attention=self._has_flash_attention
         )
-        return (
-            inputs,
-            self._on_device(batch.part(*self._part).labels),
-            batch.objective_inputs(device),
-        )
+        labels = self._on_device(batch.part(*self._part).labels)
+        return inputs, labels, self._objective_inputs(batch)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._process.device, non_blocking=True)

@@ -383,13 +383,11 @@ class Fsdp2Engine(Engine):
         scores: torch.Tensor = self._module(inputs)
         return scores[0, position]
 
-    def _arguments(
-        self, batch: MicroBatch
-    ) -> tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]:
+    def _arguments(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor, dict[str, Any]]:
         """Return the arguments of a model call, on this rank's device."""
         device = self._process.device
         inputs = batch.model_inputs(device, flash_attention=self._has_flash_attention)
-        return inputs, batch.labels.to(device, non_blocking=True), batch.objective_inputs(device)
+        return inputs, batch.labels.to(device, non_blocking=True), self._objective_inputs(batch)
 
     def close(self) -> None:
         """Free the gathered parameters; the engine has no threads or files."""

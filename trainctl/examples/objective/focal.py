@@ -7,7 +7,7 @@ from typing import Any
 
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.config.schema.option import option
-from trainctl.options.objective import TOKENS, Objective
+from trainctl.options.objective import Objective
 
 
 @dataclass
@@ -24,4 +24,4 @@ def loss(config: FocalKeys, tokens: Any) -> Any:
     return losses, {"sure": (probability > 0.5).float()}
 
 
-SPEC = Objective(name="focal", keys=FocalKeys, counts=TOKENS, build=loss, measures=("sure",))
+SPEC = Objective(name="focal", keys=FocalKeys, build=loss, measures=("sure",))

@@ -146,7 +146,7 @@ class Context(Protocol):
 
     @property
     def micro_batch_labels(self) -> Sequence[int]:
-        """Labels (or pairs) in each micro-batch of this rank's step, in order: the loss is a mean
+        """Labels (or records) in each micro-batch of this rank's step, in order: the loss is a mean
         over them. In `after_backward` only.
         """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
@@ -18,6 +19,29 @@ from trainctl.config.secrets import redact_text
 from trainctl.readers.check import FileProblem
 from trainctl.readers.files import Choose
 from trainctl.readers.remote import File, is_url, modules_of_url
+
+
+class SampleKind(StrEnum):
+    """Kinds of samples, by the nouns for them in messages.
+
+    All but `text` are records: one record is one sample, a row of documents that do not attend to
+    each other, perhaps with numbers beside them (`MicroBatch.targets`).
+    """
+
+    text = "texts"
+    """Packed tokens: a sample is a part of one text, or of several."""
+    pairs = "pairs of answers"
+    """Two answers to a prompt, each after the prompt; the first one is preferred."""
+    answers = "single answers with a label"
+    """An answer after its prompt; target: whether it is good."""
+    labelled = "texts with labels"
+    """A text; targets: its class, classes or numbers."""
+    steps = "answers with labels of their steps"
+    """An answer after its prompt; targets: the labels of the marked positions, in order."""
+    similar = "queries with similar texts"
+    """A query, a similar text, and texts that are not similar."""
+    prompts = "prompts"
+    """A prompt, perhaps with what a reward function is told about its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +91,8 @@ class DataSource(Spec):
     """
     is_demonstration: bool = False
     """Whether its text is for trying trainctl, not for training a useful model."""
-    has_pairs: bool = False
-    """Whether each of its documents is a pair of answers, one of them preferred."""
+    gives: SampleKind = SampleKind.text
+    """Kind of its samples, which a run's objective must take."""
     encoder: str = ""
     """`module:function` that makes the encoder of its documents, if a tokenizer is not enough, and
     that marks the ids to learn. It is called as ``of(section, tokenizer)`` and returns a

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainctl.config.schema import DataFromPaths
 from trainctl.config.schema.option import option
-from trainctl.options.data import DataSource, chat
+from trainctl.options.data import DataSource, SampleKind, chat
 from trainctl.readers.check import FileProblem
 from trainctl.readers.conversations import BadConversation, as_text, pair_of
 from trainctl.readers.documents import Document, Reader
@@ -65,5 +65,5 @@ SPEC = DataSource(
     problem=problem,
     identity=lambda section: "preferences",
     encoder="trainctl.data.chat_encoders:PreferenceEncoder",
-    has_pairs=True,
+    gives=SampleKind.pairs,
 )

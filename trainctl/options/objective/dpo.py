@@ -7,7 +7,8 @@ from enum import Enum
 
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.config.schema.option import option
-from trainctl.options.objective import REWARDS, Objective
+from trainctl.options.data import SampleKind
+from trainctl.options.objective import RECORDS, REFERENCE, REWARDS, Objective
 
 
 class PreferenceLoss(Enum):
@@ -42,7 +43,9 @@ class DpoConfig(ObjectiveConfig):
 SPEC = Objective(
     name="dpo",
     keys=DpoConfig,
+    takes=SampleKind.pairs,
+    counts=RECORDS,
     build="trainctl.train.objectives.preferences:dpo",
-    needs_reference=True,
+    stored=(REFERENCE,),
     measures=REWARDS,
 )

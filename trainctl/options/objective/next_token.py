@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from trainctl.options.objective import TOKENS, Objective
+from trainctl.options.objective import Objective
 
-SPEC = Objective(name="next_token", counts=TOKENS)
+SPEC = Objective(name="next_token")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.config.schema.option import option
-from trainctl.options.objective import REWARDS, Objective
+from trainctl.options.data import SampleKind
+from trainctl.options.objective import RECORDS, REWARDS, Objective
 
 
 @dataclass
@@ -24,6 +25,8 @@ class OrpoConfig(ObjectiveConfig):
 SPEC = Objective(
     name="orpo",
     keys=OrpoConfig,
+    takes=SampleKind.pairs,
+    counts=RECORDS,
     build="trainctl.train.objectives.preferences:orpo",
     measures=(*REWARDS, "chosen_loss"),
 )

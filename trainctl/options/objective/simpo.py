@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.config.schema.option import option
-from trainctl.options.objective import REWARDS, Objective
+from trainctl.options.data import SampleKind
+from trainctl.options.objective import RECORDS, REWARDS, Objective
 
 
 @dataclass
@@ -22,6 +23,8 @@ class SimpoConfig(ObjectiveConfig):
 SPEC = Objective(
     name="simpo",
     keys=SimpoConfig,
+    takes=SampleKind.pairs,
+    counts=RECORDS,
     build="trainctl.train.objectives.preferences:simpo",
     measures=REWARDS,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from trainctl.config.registry import load_specs
 from trainctl.config.schema import (
     Accelerator,
     CompileKind,
@@ -14,9 +15,10 @@ from trainctl.config.schema import (
     OnTooLong,
     RunConfig,
 )
+from trainctl.options.data import SampleKind
 from trainctl.options.data import spec_of as data_spec_of
 from trainctl.options.limits import never_value, only_value
-from trainctl.options.objective import PAIRS, objective_of
+from trainctl.options.objective import objective_of
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.optimizers import refused_settings
@@ -205,75 +207,65 @@ def objective_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
     example="recipe=tiny objective=simpo",
 )
 def objective_has_its_samples(draft: Draft) -> Iterator[Problem]:
-    """A preference objective has pairs of answers, and pairs have a preference objective.
+    """An objective takes one kind of samples, and the data source gives that kind.
 
-    A preference is between two answers to one prompt. Other data has no pairs, and pairs have no
-    next token to learn.
+    A preference is between two answers to one prompt, a reward model's label is of one answer, and
+    so on. Data of another kind lacks what the loss compares, or has what it must not learn. The
+    documents of a record must not see each other, and none may be cut off.
 
-    Fix: Use data=preferences with objective=dpo or another objective on pairs.
+    Fix: Use a data source whose samples the objective takes, such as data=preferences with
+    objective=dpo.
     """
     config = draft.config
     if not config.trains_itself:
         return
-    objective, source = objective_of(config.objective), data_spec_of(config.data)
-    wants_pairs, has_pairs = objective.counts == PAIRS, source.has_pairs
+    takes = objective_of(config.objective).takes
+    for name, section in sources_of(config.data).items():
+        at = f"data.sources.{name}." if config.data.sources else "data."
+        if config.data.factory is not None and takes is not SampleKind.text:
+            yield Problem(
+                f"data.factory={config.data.factory} with {KEY}={config.objective.kind}: a "
+                f"function gives {SampleKind.text}, and the objective takes {takes}",
+                f"data.factory=null, with the files of {takes} in data.paths",
+                key="data.factory",
+            )
+        elif (gives := data_spec_of(section).gives) is not takes:
+            others = [each.name for each in load_specs("data") if each.gives is takes]
+            named = "chat" if takes is SampleKind.text else " or ".join(others)
+            objectives = [each.name for each in load_specs("objective") if each.takes is gives]
+            yield Problem(
+                f"{at}kind={section.kind} gives {gives}, and {KEY}={config.objective.kind} takes "
+                f"{takes}",
+                f"{at}kind={named}; or objective={' or '.join(objectives)}",
+                key=f"{at}kind",
+            )
+    if takes is not SampleKind.text:
+        yield from _unsafe_records(config)
+
+
+def _unsafe_records(config: RunConfig) -> Iterator[Problem]:
+    """Yield settings with which a record would not be one sample, whole and by itself."""
+    what = f"{KEY}={config.objective.kind}"
     if config.data.sources:
-        yield from _pairs_in_sources(config, wants_pairs)
-    elif wants_pairs and config.data.factory is not None:
         yield Problem(
-            f"data.factory={config.data.factory} with {KEY}={objective.name}: a function gives "
-            "texts, and no pairs of them",
-            "data.factory=null, with the files of pairs in data.paths",
-            key="data.factory",
+            f"data.sources with {what}: records of several sources have not been shown to be the "
+            "same on every layout",
+            "name all files in data.paths",
+            key="data.sources",
         )
-    elif wants_pairs and not has_pairs:
+    if not config.data.mask_documents:
         yield Problem(
-            f"{KEY}={objective.name} learns from pairs of answers, and data.kind={source.name} has "
-            "none",
-            "data=preferences, or objective=next_token",
-            key="data.kind",
-        )
-    elif has_pairs and not config.data.mask_documents:
-        yield Problem(
-            f"data.mask_documents=false with data.kind={source.name}: the rejected answer would "
-            "see the chosen one",
+            f"data.mask_documents=false with {what}: a document of a record would see the one "
+            "before it",
             "data.mask_documents=true",
             key="data.mask_documents",
         )
-    elif has_pairs and config.data.on_too_long is OnTooLong.cut:
+    if config.data.on_too_long is OnTooLong.cut:
         yield Problem(
-            f"data.on_too_long=cut with data.kind={source.name}: what is left of a pair would be "
-            "the chosen answer alone",
+            f"data.on_too_long=cut with {what}: the end of a record would be missing",
             "data.on_too_long=drop or error",
             key="data.on_too_long",
         )
-    elif has_pairs and not wants_pairs:
-        yield Problem(
-            f"data.kind={source.name} has pairs of answers, and {KEY}={objective.name} would learn "
-            "the rejected ones too",
-            "objective=dpo, or data=chat with the chosen answers",
-            key=KEY,
-        )
-
-
-def _pairs_in_sources(config: RunConfig, wants_pairs: bool) -> Iterator[Problem]:
-    """Yield what is wrong with pairs of answers in a mixture of sources."""
-    objective = objective_of(config.objective)
-    if wants_pairs:
-        yield Problem(
-            f"data.sources with {KEY}={objective.name}: pairs of several sources have not been "
-            "shown to be the same on every layout",
-            "name all files in data.paths",
-        )
-        return
-    for name, section in sources_of(config.data).items():
-        if data_spec_of(section).has_pairs:
-            yield Problem(
-                f"data.sources.{name}.kind={section.kind} has pairs of answers, and "
-                f"{KEY}={objective.name} would learn the rejected ones too",
-                f"data.sources.{name}.kind=chat, with the chosen answers",
-                key=f"data.sources.{name}.kind",
-            )
 
 
 OBJECTIVE_LIMITS = (

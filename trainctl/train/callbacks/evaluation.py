@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from trainctl.config.schema import TrainingConfig
@@ -73,7 +74,7 @@ class Evaluation(Callback):
                 session.engine.score,
                 session.held_out,
                 num_samples=session.plan.config.training.evaluation_samples,
-                recorded=objective_of(session.plan.config.objective).recorded,
+                record=partial(session.engine.objective.record, session.plan.config.objective),
                 micro_batch_size=session.plan.batch.micro_batch_size,
                 data_rank=session.training.data_rank,
                 data_size=session.training.data_size,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
@@ -32,7 +33,7 @@ from trainctl.train.models.model import (
 )
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import ObjectiveLoss, loss_of
-from trainctl.train.objectives.loss import log_probabilities, summed_cross_entropy
+from trainctl.train.objectives.loss import output_of, summed_cross_entropy
 
 _FREE_MEMORY_FACTOR = 1.25
 """Free device memory that `auto` requires, as a multiple of the weights' size."""
@@ -49,10 +50,12 @@ class LoadedModel:
 
     def score(self, batch: MicroBatch) -> tuple[float, ...]:
         """Return summed loss, counted positions and summed measures, as an engine does."""
-        logits, labels = self.logits(batch), batch.labels.to(self.device)
+        labels = batch.labels.to(self.device)
         if self.objective is None:
-            return float(summed_cross_entropy(logits, labels)), batch.num_counted
-        found = log_probabilities(logits, labels)
+            return float(summed_cross_entropy(self.logits(batch), labels)), batch.num_counted
+        inputs = self._inputs(batch)
+        with _memory_errors(self.device):
+            found = output_of(self.model, self.objective.reads, inputs, labels)
         loss, measures = self.objective(found, labels, batch.objective_inputs(self.device))
         return float(loss), batch.num_counted, *measures.double().sum(dim=0).tolist()
 
@@ -62,12 +65,13 @@ class LoadedModel:
 
     def logits(self, batch: MicroBatch) -> torch.Tensor:
         """Return the logits, (samples, length, vocabulary), as the training engine does."""
-        try:
-            flash = has_flash_attention(self.model)
-            output = self.model(**batch.model_inputs(self.device, flash_attention=flash))
-        except torch.OutOfMemoryError:
-            raise _too_small(self.device) from None
-        return output.logits
+        with _memory_errors(self.device):
+            logits: torch.Tensor = self.model(**self._inputs(batch)).logits
+        return logits
+
+    def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        flash = has_flash_attention(self.model)
+        return batch.model_inputs(self.device, flash_attention=flash)
 
     def inference(self) -> AbstractContextManager[None]:
         return inference(self.model)
@@ -109,10 +113,8 @@ def load(
         apply_adapter(model, plan.config)
     elements = sum(parameter.numel() for parameter in model.parameters())
     source = _CountingWeightSource(saved, lambda done: progress("loading", done, elements))
-    try:
+    with _memory_errors(place):
         materialise(model, source, place)
-    except torch.OutOfMemoryError:
-        raise _too_small(place) from None
     return LoadedModel(model, place, loss_of(plan.config.objective))
 
 
@@ -151,9 +153,14 @@ def choose_device(wanted: str, needed_bytes: int) -> torch.device:
     return torch.device(wanted)
 
 
-def _too_small(device: torch.device) -> TrainctlError:
-    return TrainctlError(
-        f"the model does not fit on the {device.type} device",
-        hint="--device cpu",
-        exit_code=ExitCode.environment,
-    )
+@contextmanager
+def _memory_errors(device: torch.device) -> Iterator[None]:
+    """Raise a TrainctlError if the block runs out of device memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise TrainctlError(
+            f"the model does not fit on the {device.type} device",
+            hint="--device cpu",
+            exit_code=ExitCode.environment,
+        ) from None

@@ -1,14 +1,15 @@
-"""Objectives on a rank: from log-probabilities to the loss and its measures.
+"""Objectives on a rank: from the model's output to the loss and its measures.
 
-A preference pair is one sample: a row of two documents that do not attend to each other, the chosen
-answer first. Each document includes its prompt, whose tokens have no labels. So data order, resume,
-the mesh and evaluation need no notion of pairs, and one forward pass covers both answers.
+A record is one sample: a row of documents that do not attend to each other. Of a preference pair
+they are the two answers, the chosen one first; each includes its prompt, whose tokens have no
+labels. So data order, resume, the mesh and evaluation need no notion of records, and one forward
+pass covers all documents of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,25 +19,54 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.objective import PAIRS, objective_of
+from trainctl.options.objective import ANSWERS, LOGITS, RECORDS, REFERENCE, objective_of
 
 Measured = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
-"""Loss of each counted token or pair, and measures of the same shape by name."""
+"""Loss of each counted token or record, and measures of the same shape by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Facts about a micro-batch's samples beside their tokens."""
+
+    documents: torch.Tensor
+    """Index of each token's document in its sample, from 0, (samples, length). Padding behind the
+    documents of a record has higher indices.
+    """
+    targets: torch.Tensor | None = None
+    """Numbers of each record, (samples, k), fp32, NaN where absent."""
+    stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Rows of `Objective.stored` by name, (samples, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """Model outputs for a token objective; tensors are (samples, length)."""
+    """Log-probabilities of labels; tensors are (samples, length)."""
 
     log_probabilities: torch.Tensor
     """Log-probability of each next token, in nats, fp32; 0 at positions without a label."""
     is_counted: torch.Tensor
     """Whether a position has a label."""
+    beside: Beside | None = None
+    """None only in tests of objectives that do not look at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLogits:
+    """Logits of all positions."""
+
+    logits: torch.Tensor
+    """(samples, length, vocabulary), in the model's type; on a tensor rank, its part of the
+    vocabulary.
+    """
+    labels: torch.Tensor
+    """(samples, length); IGNORED_LABEL at positions that do not count."""
+    beside: Beside
 
 
 @dataclass(frozen=True, slots=True)
 class SeenPairs:
-    """Model outputs for a preference objective; tensors are (samples,), fp32."""
+    """Log-probabilities of two answers; tensors are (samples,), fp32."""
 
     chosen: torch.Tensor
     """Log-probability of the chosen answer, summed over its tokens, in nats."""
@@ -54,21 +84,15 @@ class SeenPairs:
     """Whether the sample is a pair; False for the padding of an evaluation's last batch."""
 
     @classmethod
-    def of(
-        cls, tokens: SeenTokens, documents: torch.Tensor, reference: torch.Tensor | None = None
-    ) -> SeenPairs:
-        """Build the pairs of samples.
-
-        Args:
-            documents: Index of each token's document in its sample, from 0, (samples, length); the
-                first two documents are the pair.
-            reference: Reference log-probabilities of chosen and rejected, (samples, 2).
-        """
+    def of(cls, tokens: SeenTokens) -> SeenPairs:
+        """Build the pairs of samples, whose first two documents are the answers."""
+        assert tokens.beside is not None
+        documents, stored = tokens.beside.documents, tokens.beside.stored
         # Two masks rather than a scattered sum, which has no fixed order on a GPU.
         is_chosen = tokens.is_counted & (documents == 0)
         is_rejected = tokens.is_counted & (documents == 1)
         log_probabilities = tokens.log_probabilities
-        known = log_probabilities.new_zeros(len(documents), 2) if reference is None else reference
+        known = stored.get(REFERENCE, log_probabilities.new_zeros(len(documents), 2))
         return cls(
             chosen=log_probabilities.masked_fill(~is_chosen, 0.0).sum(dim=1),
             rejected=log_probabilities.masked_fill(~is_rejected, 0.0).sum(dim=1),
@@ -81,35 +105,42 @@ class SeenPairs:
 
 
 class ObjectiveLoss:
-    """Loss function of an objective."""
+    """Loss function of an objective.
+
+    Attributes:
+        reads: Model output that it is called with, as `Objective.reads`.
+    """
 
     def __init__(self, section: ObjectiveConfig) -> None:
         spec = objective_of(section)
-        self._counts_pairs = spec.counts == PAIRS
-        self._named = spec.measures
+        self.reads = spec.reads
+        self._sees_pairs, self._counts_records = spec.sees_pairs, spec.counts == RECORDS
+        self._named = spec.measures_of(section)
         self._what = f"objective.kind={spec.name}"
         function: Callable[..., Measured] = function_of("objective", section.kind)
         self._losses = partial(function, section)
 
     def __call__(
-        self, log_probabilities: torch.Tensor, labels: torch.Tensor, beside: Mapping[str, Any]
+        self, output: torch.Tensor, labels: torch.Tensor, beside: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss, and each sample's measures, (samples, names), without a gradient.
 
-        The measures of a pair end with the log-probabilities of its chosen and its rejected answer.
-
         Args:
-            log_probabilities: Log-probabilities of the labels, in nats, fp32, (samples, length).
+            output: What the objective reads, as `trainctl.train.objectives.loss.output_of` returns
+                it.
             labels: (samples, length); IGNORED_LABEL at positions that do not count.
-            beside: Further arguments of `SeenPairs.of`, if the objective is one of pairs.
+            beside: The fields of `Beside`.
 
         Raises:
             TrainctlError: The function's measures differ from its spec's (exit code 4).
         """
         is_counted = labels != IGNORED_LABEL
-        tokens = SeenTokens(log_probabilities.masked_fill(~is_counted, 0.0), is_counted)
-        seen = SeenPairs.of(tokens, **beside) if self._counts_pairs else tokens
+        seen = self._seen(output, labels, Beside(**beside))
+        if self._counts_records:
+            is_counted = seen.is_counted if isinstance(seen, SeenPairs) else is_counted.any(dim=1)
         losses, found = self._losses(seen)
+        if isinstance(seen, SeenPairs):
+            found = {**found, **dict(zip(ANSWERS, (seen.chosen, seen.rejected), strict=True))}
         if set(found) != set(self._named):
             raise TrainctlError(
                 f"{self._what} measures {', '.join(found) or 'nothing'}, and its spec names "
@@ -117,14 +148,19 @@ class ObjectiveLoss:
                 hint="let measures name what its function gives",
                 exit_code=ExitCode.environment,
             )
-        values = [found[name] for name in self._named]
-        if isinstance(seen, SeenPairs):
-            values += [seen.chosen, seen.rejected]
-        of_samples = [self._of_samples(value.detach(), seen.is_counted) for value in values]
-        total = torch.where(seen.is_counted, losses, 0.0).sum()
-        if not of_samples:
+        total = torch.where(is_counted, losses, 0.0).sum()
+        if not found:
             return total, labels.new_zeros((len(labels), 0), dtype=torch.float32)
-        return total, torch.stack(of_samples, dim=1)
+        measures = [self._of_samples(found[name].detach(), is_counted) for name in self._named]
+        return total, torch.stack(measures, dim=1)
+
+    def _seen(self, output: torch.Tensor, labels: torch.Tensor, beside: Beside) -> Any:
+        """Return what the objective's function is called with."""
+        if self.reads == LOGITS:
+            return SeenLogits(output, labels, beside)
+        is_counted = labels != IGNORED_LABEL
+        tokens = SeenTokens(output.masked_fill(~is_counted, 0.0), is_counted, beside)
+        return SeenPairs.of(tokens) if self._sees_pairs else tokens
 
     @staticmethod
     def _of_samples(values: torch.Tensor, is_counted: torch.Tensor) -> torch.Tensor:

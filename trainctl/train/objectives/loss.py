@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import CrossEntropyKind, KernelsConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
+from trainctl.options.objective import LOGITS
 from trainctl.train.models.model import family_of
 from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.parallel.routers import Routers
@@ -78,6 +79,23 @@ def log_probabilities(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
     )
     return -losses.view_as(labels)
+
+
+def output_of(
+    model: PreTrainedModel,
+    reads: str,
+    inputs: dict[str, Any],
+    labels: torch.Tensor,
+    vocabulary: Vocabulary | None = None,
+) -> torch.Tensor:
+    """Return the output of a model that an objective reads.
+
+    Args:
+        reads: `Objective.reads`.
+        inputs: Keyword arguments of the model's forward pass.
+    """
+    logits: torch.Tensor = model(**inputs).logits
+    return logits if reads == LOGITS else log_probabilities(logits, labels, vocabulary)
 
 
 class LossModule(nn.Module):
@@ -146,14 +164,13 @@ class LanguageModel(LossModule):
         """Return the summed loss; without labels, the logits, (samples, length, vocabulary).
 
         Args:
-            beside: `MicroBatch.beside`, for an objective that needs more than labels.
+            beside: `MicroBatch.objective_inputs`, for an objective with a loss of its own.
         """
         self.last_z_loss = None
         if labels is None:
             return self.full_vocab_logits(self.model(**inputs).logits)
         if self._objective is not None:
-            logits = self.model(**inputs).logits
-            found = log_probabilities(logits, labels, self._vocabulary)
+            found = output_of(self.model, self._objective.reads, inputs, labels, self._vocabulary)
             loss, self.last_measures = self._objective(found, labels, beside or {})
             return loss
         if self._kernels.cross_entropy is CrossEntropyKind.plain:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from trainctl.data.corpora import Corpora, corpus_digests
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.objective import ANSWERS, objective_of
+from trainctl.options.objective import ANSWERS, REFERENCE, objective_of
 from trainctl.options.objective.dpo import DpoConfig, PreferenceLoss
 from trainctl.options.objective.orpo import OrpoConfig
 from trainctl.options.objective.simpo import SimpoConfig
@@ -114,7 +114,7 @@ def attach_reference(session: Session, tell: Callable[[str], None]) -> dict[str,
         TrainctlError: The run has made steps, and its reference is gone or of other pairs (exit
             code 5).
     """
-    if not objective_of(session.plan.config.objective).needs_reference:
+    if REFERENCE not in objective_of(session.plan.config.objective).stored:
         return None
     started = time.monotonic()
     sides = _datasets_by_side(session)
@@ -140,7 +140,7 @@ def attach_reference(session: Session, tell: Callable[[str], None]) -> dict[str,
             write_reference(run, known, of)
         session.process.barrier()
     for side, dataset in sides.items():
-        dataset.reference = known[side]
+        dataset.stored[REFERENCE] = known[side]
     return {**counts, "seconds": round(time.monotonic() - started, 3)}
 
 
@@ -186,7 +186,7 @@ def attach_saved_reference(
             hint="it is written before the first step",
             exit_code=ExitCode.run_state,
         )
-    dataset.reference = found
+    dataset.stored[REFERENCE] = found
 
 
 def _datasets_by_side(session: Session) -> dict[str, PackedDataset]:
