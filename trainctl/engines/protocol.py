@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -386,6 +386,15 @@ class Engine(ABC):
         size = self._plan.config.model.vocab_size
         mine = scores.double().cpu().tolist() if is_mine and scores is not None else [0.0] * size
         return torch.tensor(self._process.sum(*mine), dtype=torch.float32)
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Hold all weights whole on this rank within the context, for many forward passes; on all
+        ranks together. They must not change within it.
+
+        For engines whose ranks always hold them, there is nothing to do.
+        """
+        yield
 
     @abstractmethod
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScalerBase
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainctl.config.schema import CompileKind, DataType
@@ -93,6 +94,21 @@ def stop_at_smallest(scale: DeepSpeedLossScale | None) -> Iterator[None]:
             hint="the run diverges: a lower optimizer.lr, or precision=bf16",
             exit_code=ExitCode.training_failed,
         ) from error
+
+
+@contextmanager
+def without_hooks(handles: Collection[RemovableHandle]) -> Iterator[None]:
+    """Disable hooks of modules within the context; afterwards they have their old order."""
+    tables = {id(table): table for each in handles if (table := each.hooks_dict_ref()) is not None}
+    before = {key: dict(table) for key, table in tables.items()}
+    for each in handles:
+        tables[id(each.hooks_dict_ref())].pop(each.id, None)
+    try:
+        yield
+    finally:
+        for key, table in tables.items():
+            table.clear()
+            table.update(before[key])
 
 
 class SequenceParallelAttention:
@@ -266,6 +282,18 @@ class DeepSpeedEngine(Engine):
         scores = self.deepspeed(inputs)
         position -= self.mesh.sequence.index * labels.shape[1]
         return scores[0, position] if 0 <= position < labels.shape[1] else None
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        if self.deepspeed.zero_optimization_stage() < 3:
+            yield
+            return
+        # These hooks gather weights before each module of the model, and partition them behind it.
+        offload = self.deepspeed.optimizer.parameter_offload
+        hooks = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+        weights = self.deepspeed.module.parameters()
+        with deepspeed.zero.GatheredParameters(weights), without_hooks(hooks):
+            yield
 
     @property
     def _part(self) -> tuple[int, int]:

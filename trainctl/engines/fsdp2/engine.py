@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -331,7 +332,7 @@ class Fsdp2Engine(Engine):
         units, parameters = shard_model(
             job.module, job.blocks, job.pieces, replicas, self._settings, device
         )
-        self._module, self._root = job.module, units[-1]
+        self._module, self._units, self._root = job.module, units, units[-1]
         optimizer = job.optimizer or self._settings.make_optimizer(job.groups)
         self.states = Shards(optimizer, parameters, units, job.pieces, replicas)
         self._norm: float | None = None
@@ -382,6 +383,19 @@ class Fsdp2Engine(Engine):
         inputs, *_ = self._arguments(batch)
         scores: torch.Tensor = self._module(inputs)
         return scores[0, position]
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        for unit in self._units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                reshards = self._settings.reshard_after_forward and unit is not self._root
+                unit.set_reshard_after_forward(reshards, recurse=False)
+                unit.reshard()
 
     def _arguments(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor, dict[str, Any]]:
         """Return the arguments of a model call, on this rank's device."""

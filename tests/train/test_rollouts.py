@@ -1,0 +1,77 @@
+"""Rollouts by the training engine: the same answers on every layout and in every batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_processes import Case, tiny_config, tiny_plan, train_cases
+from rollout_probe import ENDS, ROWS, SETTINGS, Rollouts
+
+from trainctl.plans.types import RunPlan
+from trainctl.runs.layout import RunPaths
+from trainctl.train.rollouts import Completion
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = {
+    "one process": (1, {"zero_stage__stage": 0}),
+    "ZeRO 2": (2, {"zero_stage__stage": 2}),
+    "ZeRO 3": (2, {"zero_stage__stage": 3, "activation_checkpointing__mode": "full"}),
+    "tensor ranks": (2, {"zero_stage__stage": 1, "parallelism__tensor": 2}),
+    "fsdp2": (2, {"zero_stage__stage": 3, "engine__kind": "fsdp2"}),
+}
+
+
+def plan_of(layout: str) -> RunPlan:
+    processes, changes = LAYOUTS[layout]
+    return tiny_plan(tiny_config(steps=2, sequence_length=32, **changes), processes)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rollouts]:
+    folder = tmp_path_factory.mktemp("rollouts")
+    made = {}
+    for layout, (processes, _) in LAYOUTS.items():
+        case = Case(plan_of(layout), RunPaths(folder / layout))
+        ranks = train_cases(processes, [case], probe="rollout_probe:rollouts")
+        made[layout] = ranks[0][0]
+        for (other,) in ranks[1:]:
+            assert_same(other.answers, made[layout].answers, exactly=True)
+    return made
+
+
+def assert_same(answers: list[Completion], others: list[Completion], *, exactly: bool = False):
+    for each, other in zip(answers, others, strict=True):
+        assert each.ids.tolist() == other.ids.tolist()
+        assert each.is_finished == other.is_finished
+        limit = 0 if exactly else 1e-5
+        assert np.abs(each.log_probabilities - other.log_probabilities).max() <= limit
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_answers_depend_on_neither_layout_nor_batch(layout: str, found: dict[str, Rollouts]):
+    here = found[layout]
+    assert_same(here.answers, found["one process"].answers)
+    assert_same(here.others, here.answers)
+    for answer, expected in zip(here.answers[::3], here.expected, strict=True):
+        assert np.abs(answer.log_probabilities - expected).max() < 1e-5
+
+
+def test_answers_end_at_an_end_or_are_cut(found: dict[str, Rollouts]) -> None:
+    answers = found["one process"].answers
+    assert len(answers) == len(ROWS)
+    for each in answers:
+        assert each.is_finished == (each.ids[-1] in ENDS)
+        assert not set(each.ids[:-1].tolist()) & set(ENDS)
+        assert each.is_finished or len(each.ids) == SETTINGS.max_tokens
+    assert {each.is_finished for each in answers} == {True, False}
+    assert len({tuple(each.ids.tolist()) for each in answers}) > len(ROWS) / 2
+
+
+def test_training_goes_on_as_without_rollouts(found: dict[str, Rollouts], tmp_path: Path) -> None:
+    case = Case(plan_of("one process"), RunPaths(tmp_path))
+    (expected,) = train_cases(1, [case], probe="rollout_probe:losses")
+    for layout, here in found.items():
+        assert here.losses == pytest.approx(expected, rel=1e-6), layout

@@ -1,0 +1,243 @@
+"""Generation of answers by the model in training, on the layout that it trains on.
+
+Rows share a batch only for speed: a row that ends leaves its slot to the next one. The data ranks
+share the rows by their numbers, and all get all answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trainctl.engines.process import Process
+from trainctl.engines.protocol import Engine
+from trainctl.train.evaluation import inference
+from trainctl.train.rollouts import Completion, RolloutRow
+from trainctl.train.rollouts.cache import SlotCache, Window
+from trainctl.train.rollouts.sampling import Sampler
+
+SPARE_COLUMNS = 64
+"""Columns beyond the longest answer: the cache is moved to its begin once in so many tokens, which
+then costs a few percent of reading it for each token.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """Settings of a rollout besides those of the sampler."""
+
+    max_tokens: int
+    """Most tokens of an answer."""
+    batch_size: int
+    """Most answers that a rank generates side by side."""
+    prefill_tokens: int
+    """Most tokens of prompts, padding included, in one forward pass; a longer prompt is alone."""
+    ends: Collection[int]
+    """Ids that end an answer."""
+    vocab_size: int
+    """Number of ids to draw from; logits beyond it are ignored."""
+    holds_weights: bool = True
+    """Whether each rank holds all weights whole until the rollout ends, where they are partitioned.
+    Otherwise they are gathered for each token.
+    """
+
+
+def generate(
+    engine: Engine,
+    process: Process,
+    rows: Sequence[RolloutRow],
+    sampler: Sampler,
+    settings: Generation,
+) -> list[Completion]:
+    """Return the answers of all rows, in their order; on all ranks together."""
+    data, tensor = engine.mesh.data, engine.mesh.tensor
+    own = range(data.index, len(rows), data.size)
+    batch = _Batch(engine, process, sampler, settings, [rows[index] for index in own])
+    held = settings.holds_weights
+    # Decoding has another shape for each token, for which compiled blocks would compile again.
+    with (
+        inference(engine.module),
+        torch.compiler.set_stance("force_eager"),
+        engine.whole_weights() if held else nullcontext(),
+    ):
+        # Without whole weights each pass gathers them, so ranks that are done go on with the rest.
+        while batch.has_work if held else process.any(batch.has_work):
+            batch.advance()
+    completions = [each.completion() for each in batch.generated]
+    found: list[Completion | None] = [None] * len(rows)
+    told = (data.index, completions) if tensor.is_first else None
+    for index, answers in filter(None, process.gather(told)):
+        found[index :: data.size] = answers
+    return [each for each in found if each is not None]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer being generated."""
+
+    prompt: tuple[int, ...]
+    numbers: np.ndarray
+    """Random number of each token."""
+    start: int = 0
+    """Column of the prompt's first token."""
+    ids: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+    is_finished: bool = False
+
+    def completion(self) -> Completion:
+        return Completion(
+            np.array(self.ids, dtype=np.int64),
+            np.array(self.log_probabilities, dtype=np.float32),
+            self.is_finished,
+        )
+
+
+class _Batch:
+    """Answers of this rank that are generated, and those that wait for a slot.
+
+    Attributes:
+        generated: All answers of this rank, in order.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        process: Process,
+        sampler: Sampler,
+        settings: Generation,
+        rows: Sequence[RolloutRow],
+    ) -> None:
+        self._engine, self._process = engine, process
+        self._sampler, self._settings = sampler, settings
+        count = settings.max_tokens
+        self.generated = [
+            _Answer(row.prompt, sampler.numbers(row.number, row.sample, count)) for row in rows
+        ]
+        self._waiting = deque(self.generated)
+        self._active: list[_Answer] = []
+        """Answers in the first slots."""
+        longest = max((len(row.prompt) for row in rows), default=1) + count
+        slots = max(1, min(settings.batch_size, len(rows)))
+        self._window = Window(slots, longest + SPARE_COLUMNS)
+        self._cache = SlotCache(self._window)
+        self._end = 0
+        """Column of the next token."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._active)
+
+    def advance(self) -> None:
+        """Make one forward pass: over prompts if a slot is free, else over each last token."""
+        if self._waiting and len(self._active) < self._window.slots:
+            new = self._admit()
+            self._draw(new, self._forward([each.prompt for each in new], len(self._active)))
+            self._active += new
+            self._retire()
+        elif self._active:
+            self._make_room()
+            logits = self._forward([each.ids[-1:] for each in self._active], 0)
+            self._end += 1
+            self._draw(self._active, logits)
+            self._retire()
+        else:
+            self._end = 1
+            self._forward([(0,)], 0)  # only to gather weights together with the other ranks
+
+    def _admit(self) -> list[_Answer]:
+        """Take the waiting answers that one pass over prompts can hold; set their columns."""
+        new, longest = [self._waiting.popleft()], 0
+        longest = len(new[0].prompt)
+        while self._waiting and len(self._active) + len(new) < self._window.slots:
+            longest = max(longest, len(self._waiting[0].prompt))
+            if longest * (len(new) + 1) > self._settings.prefill_tokens:
+                break
+            new.append(self._waiting.popleft())
+        longest = max(len(each.prompt) for each in new)
+        if not self._active:
+            self._end = longest
+        elif longest > self._end:
+            self._move(longest - self._end)
+        for each in new:
+            each.start = self._end - len(each.prompt)
+        return new
+
+    def _make_room(self) -> None:
+        """Make sure that there is a column for the next token."""
+        if self._end == self._window.columns:
+            self._move(-min(each.start for each in self._active))
+
+    def _move(self, by: int) -> None:
+        first = min(each.start for each in self._active)
+        self._cache.move(len(self._active), range(first, self._end), by)
+        self._end += by
+        for each in self._active:
+            each.start += by
+
+    def _forward(self, tokens: Sequence[Sequence[int]], slot: int) -> torch.Tensor:
+        """Return the logits after the last token of each row, (rows, vocabulary).
+
+        Args:
+            tokens: New tokens of each row: a prompt, or the last one drawn.
+            slot: Slot of the first row; the others follow.
+        """
+        count, longest = len(tokens), max(map(len, tokens))
+        window = self._window
+        window.slot, window.rows = slot, count
+        is_decoding = slot < len(self._active)
+        starts = torch.tensor(
+            [each.start for each in self._active]
+            if is_decoding
+            else [self._end - len(each) for each in tokens]
+        )
+        window.end = self._end if is_decoding else self._end - longest
+        window.first = int(starts.min())
+        columns = torch.arange(window.first, window.end + longest)
+        padded = [[0] * (longest - len(each)) + list(each) for each in tokens]
+        inputs = {
+            "input_ids": torch.tensor(padded),
+            "attention_mask": (columns >= starts[:, None]).long(),
+            "position_ids": (columns[-longest:] - starts[:, None]).clamp(min=0),
+        }
+        device = self._process.device
+        logits: torch.Tensor = self._engine.module(
+            {
+                **{name: tensor.to(device) for name, tensor in inputs.items()},
+                "past_key_values": self._cache,
+                "use_cache": True,
+                "logits_to_keep": 1,
+            }
+        )
+        return logits[:, -1, : self._settings.vocab_size]
+
+    def _draw(self, answers: Sequence[_Answer], logits: torch.Tensor) -> None:
+        """Draw the next token of each answer."""
+        numbers = torch.tensor(
+            [each.numbers[len(each.ids)] for each in answers], dtype=torch.float64
+        )
+        tokens, found = self._sampler.draw(logits, numbers.to(logits.device))
+        tensor = self._engine.mesh.tensor
+        if tensor.size > 1:  # all its ranks must go on with the same token, whatever they round
+            dist.broadcast(tokens, tensor.ranks[0], group=tensor.group)
+        drawn = zip(answers, tokens.tolist(), found.tolist(), strict=True)
+        for each, token, log_probability in drawn:
+            each.ids.append(token)
+            each.log_probabilities.append(log_probability)
+            each.is_finished = token in self._settings.ends
+
+    def _retire(self) -> None:
+        """Free the slots of answers that have ended; the last slots take their places."""
+        active = self._active
+        for slot in reversed(range(len(active))):
+            each = active[slot]
+            if each.is_finished or len(each.ids) == self._settings.max_tokens:
+                last = active.pop()
+                if last is not each:
+                    self._cache.copy_slot(len(active), slot)
+                    active[slot] = last
