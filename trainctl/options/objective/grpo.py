@@ -7,7 +7,8 @@ from enum import Enum
 
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.config.schema.option import option
-from trainctl.options.objective import TOKENS, Objective
+from trainctl.options.data import SampleKind
+from trainctl.options.objective import RECORDS, Objective
 
 
 class Rollout(Enum):
@@ -134,16 +135,23 @@ class GrpoConfig(ObjectiveConfig):
     )
 
 
-MEASURES = ("mismatch", "importance", "clipped", "kl", "entropy", "advantage")
-"""Means over the tokens of the answers: absolute difference of log-probabilities between rollout
-and trainer, importance weight, share of tokens whose ratio is clipped, KL divergence to the
-reference, negative log-probability, absolute advantage.
-"""
+def measures_of(section: GrpoConfig) -> tuple[str, ...]:
+    """Return the names of the means over the tokens of the answers.
+
+    Absolute difference of log-probabilities between rollout and trainer, importance weight,
+    negative log-probability (an estimate of the entropy), share of tokens whose ratio is clipped,
+    and KL divergence to the reference.
+    """
+    names = ["mismatch", "importance", "entropy"]
+    names += ["clipped"] * (section.updates > 1) + ["kl"] * (section.kl_weight > 0)
+    return tuple(names)
+
 
 SPEC = Objective(
     name="grpo",
     keys=GrpoConfig,
     build="trainctl.train.objectives.grpo:grpo",
-    counts=TOKENS,
-    measures=MEASURES,
+    takes=SampleKind.prompts,
+    counts=RECORDS,
+    measures=measures_of,
 )

@@ -6,14 +6,12 @@ before any micro-batch, and so is the divisor of an answer's loss: neither depen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trainctl.options.objective.grpo import Advantage, GrpoConfig, NormalizeBy, Ratio
-from trainctl.train.objectives.base import Measured
+from trainctl.train.objectives.base import Measured, SeenTokens
 
 STANDARD_DEVIATION_EPSILON = 1e-4
 """Added to the standard deviation that an advantage is divided by, as TRL does."""
@@ -21,40 +19,23 @@ STANDARD_DEVIATION_EPSILON = 1e-4
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class SeenAnswers:
-    """Model outputs for sampled answers; tensors are (samples, length) or (samples,), fp32."""
-
-    log_probabilities: torch.Tensor
-    """Log-probability of each token of an answer, in nats; 0 elsewhere."""
-    is_answer: torch.Tensor
-    """Whether a position has a label, which is a token of the answer."""
-    sampled: torch.Tensor
-    """Log-probabilities by the program that sampled the answer; NaN where it gave none."""
-    old: torch.Tensor | None
-    """Log-probabilities by this trainer with the weights that sampled the answer; None if these are
-    the weights of this pass.
-    """
-    reference: torch.Tensor | None
-    """Log-probabilities under the weights before the first step; None if nothing needs them."""
-    advantages: torch.Tensor
-    divisors: torch.Tensor
-    """Divisor of an answer's summed loss (`divisors_of`)."""
-    mean_tokens: torch.Tensor
-    """Mean number of tokens of an answer in the global batch."""
-
-
-def grpo(config: GrpoConfig, seen: SeenAnswers) -> Measured:
+def grpo(config: GrpoConfig, seen: SeenTokens) -> Measured:
     """Return the clipped loss of each answer, equation 3 of arXiv:2402.03300, and its measures.
+
+    Each row is an answer. It has in `stored` what was known before the step: for each token
+    `sampled`, its log-probability by the program that sampled it (NaN if unknown), and perhaps
+    `old` and `reference`, those under the weights that sampled it (left out if these are the
+    weights of this pass) and under the weights before the first step; for the answer `advantages`,
+    `divisors` (`divisors_of`), and `mean_tokens`, the mean length of the step's answers.
 
     A token's loss is multiplied by its truncated importance weight, min(p_trainer / p_rollout,
     cap), which corrects the difference between the two programs. With a `kl_weight`, it adds the
     estimate r - log r - 1 of the KL divergence, r = p_reference / p (equation 4).
     """
-    counted = seen.is_answer
-    logs = seen.log_probabilities
-    old = logs.detach() if seen.old is None else seen.old
-    advantages = seen.advantages[:, None]
+    assert seen.beside is not None
+    counted, logs, stored = seen.is_counted, seen.log_probabilities, seen.beside.stored
+    old = stored.get("old", logs.detach())
+    advantages = stored["advantages"][:, None]
     log_ratio = (logs - old).masked_fill(~counted, 0.0)
     if config.ratio is Ratio.sequence:  # equation 7 of arXiv:2507.18071
         lengths = counted.sum(dim=1, keepdim=True).clamp(min=1)
@@ -62,26 +43,20 @@ def grpo(config: GrpoConfig, seen: SeenAnswers) -> Measured:
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
-    difference = (old - seen.sampled).nan_to_num(nan=0.0).masked_fill(~counted, 0.0)
+    difference = (old - stored["sampled"]).nan_to_num(nan=0.0).masked_fill(~counted, 0.0)
     importance = difference.exp().clamp(max=config.importance_cap)
     losses = losses * importance
-    divergence = torch.zeros_like(logs)
-    if seen.reference is not None:
-        log_reference = seen.reference - logs
+    measures = {"mismatch": difference.abs(), "importance": importance, "entropy": -logs.detach()}
+    if config.updates > 1:
+        is_clipped = ratio * advantages > clipped * advantages
+        measures["clipped"] = is_clipped.float().expand_as(logs)
+    if config.kl_weight:
+        log_reference = stored["reference"] - logs
         divergence = log_reference.exp() - log_reference - 1
         losses = losses + config.kl_weight * divergence
-    measures = {
-        "mismatch": difference.abs(),
-        "importance": importance,
-        "clipped": (ratio * advantages > clipped * advantages).float().expand_as(logs),
-        "kl": divergence.detach(),
-        "entropy": -logs.detach(),
-        "advantage": advantages.abs().expand_as(logs),
-    }
-    return (
-        _sums(losses, counted) / seen.divisors,
-        {name: _sums(each, counted) / seen.mean_tokens for name, each in measures.items()},
-    )
+        measures["kl"] = divergence.detach()
+    means = {n: _sums(each, counted) / stored["mean_tokens"] for n, each in measures.items()}
+    return _sums(losses, counted) / stored["divisors"], means
 
 
 def _sums(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
