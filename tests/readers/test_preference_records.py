@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainctl.readers.conversations import BadConversation, pair_of
+from trainctl.readers.conversations import BadRecord, pair_of
 
 
 def user(text):
@@ -18,6 +18,8 @@ def said(text):
 def test_texts_and_messages_are_pairs():
     texts = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "score": 5}
     assert pair_of(texts) == {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    assert pair_of({**texts, "margin": 2})["margin"] == 2.0
+    assert "margin" not in pair_of({**texts, "margin": None})
     expected = {"prompt": [user("a")], "chosen": [said("b")], "rejected": [said("c")]}
     apart = {"prompt": [user("a")], "chosen": [said("b")], "rejected": [said("c")]}
     whole = {"chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]}
@@ -44,6 +46,8 @@ def test_whole_conversations_share_what_both_begin_with():
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "the rejected answer is empty"),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, "not an empty one"),
         ({"chosen": "b", "rejected": "c"}, "need a `prompt`"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "2"}, "`margin` is '2', not a"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e39}, "not a number"),
         ({"prompt": [user("a")], "chosen": "b", "rejected": [said("c")]}, "`chosen` is str"),
         (
             {
@@ -58,5 +62,5 @@ def test_whole_conversations_share_what_both_begin_with():
     ],
 )
 def test_invalid_pairs_are_refused_with_the_reason(record, why):
-    with pytest.raises(BadConversation, match=why):
+    with pytest.raises(BadRecord, match=why):
         pair_of(record)

@@ -18,7 +18,7 @@ from trainctl.data.tokenizer import load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.readers.conversations import (
-    BadConversation,
+    BadRecord,
     Learn,
     Shape,
     as_text,
@@ -96,12 +96,12 @@ def test_tools_and_parts_and_history():
     assert conversation_of(alpaca)["messages"] == asked(("a", "b"), ("c\n\nd", "e"))
     dated = {"messages": [{**asked(("a", "b"))[0], "at": date(2026, 1, 2)}]}
     assert json.loads(as_text(dated))["messages"][0]["at"] == "2026-01-02"
-    with pytest.raises(BadConversation, match=r"no 'messages', which data\.shape=messages has"):
+    with pytest.raises(BadRecord, match=r"no 'messages', which data\.shape=messages has"):
         conversation_of(alpaca, Shape.messages)
 
 
 def test_keys_of_no_shape_come_with_the_shapes_that_are_known():
-    with pytest.raises(BadConversation) as told:
+    with pytest.raises(BadRecord) as told:
         conversation_of({"question": "a", "answer": "b"})
     for keys in ("(messages)", "(conversations)", "(prompt, completion)", "(instruction, output)"):
         assert keys in str(told.value)
@@ -109,7 +109,7 @@ def test_keys_of_no_shape_come_with_the_shapes_that_are_known():
 
 @pytest.mark.parametrize("said", BAD)
 def test_invalid_conversations_are_refused_with_the_reason(said):
-    with pytest.raises(BadConversation, match=re.escape(said)):
+    with pytest.raises(BadRecord, match=re.escape(said)):
         conversation_of(BAD[said])
 
 

@@ -175,6 +175,8 @@ def _show_sample(sample: Sample) -> None:
     )
     for passage in sample.passages:
         print_data(f"  {_source_text(passage)}")
+    if sample.targets:
+        print_data(f"  targets: {', '.join(map(_target_text, sample.targets))}")
     if sample.stretches:
         _show_learnt(sample.stretches)
     else:
@@ -182,6 +184,10 @@ def _show_sample(sample: Sample) -> None:
             print_data(f"  | {to_printable(line)}")
     if sample.is_cut:
         print_data("  | …")
+
+
+def _target_text(target: float | str) -> str:
+    return to_printable(target) if isinstance(target, str) else f"{target:g}"
 
 
 def _show_learnt(stretches: Sequence[ChatStretch]) -> None:

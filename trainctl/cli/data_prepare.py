@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides
-from trainctl.cli.console import print_data, print_json, show_findings
+from trainctl.cli.console import print_data, print_json, show_findings, to_printable
 from trainctl.cli.record_lines import bad_text_lines
 from trainctl.config.overrides import split_target
 from trainctl.errors import TrainctlError
@@ -104,6 +104,9 @@ def _print_prepared(config: RunConfig, prepared: PreparedText) -> None:
             print_data(f"{of}{split.tokens:,} tokens {side}, of {split.documents:,} documents")
         for line in bad_text_lines({"bad_text": corpus.bad_text}):
             print_data(f"{of}{line}")
+        if corpus.classes:
+            names = ", ".join(map(to_printable, corpus.classes))
+            print_data(f"{of}{len(corpus.classes):,} classes, numbered from 0: {names}")
         packed_token_count(config, corpus, print_data)
     documents = prepared.documents
     just_now = f", {documents:,} documents tokenized just now" if documents else ""
@@ -141,6 +144,7 @@ def _corpus_json(corpus: Corpus) -> dict[str, Any]:
             for name, split in sides.items()
         },
         "bad_text": corpus.bad_text,
+        **({"classes": corpus.classes} if corpus.classes else {}),
     }
 
 

@@ -15,18 +15,19 @@ import numpy.typing as npt
 
 from trainctl.config.schema import OnBadText
 from trainctl.data.chat_template import CannotRender, ChatTemplate
+from trainctl.data.targets import Targets
 from trainctl.data.token_arrays import mark_tokens, marked_vocab_size
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import TrainctlError
+from trainctl.options.data._records import TemplateConfig
 from trainctl.options.data.chat import ChatConfig
-from trainctl.options.data.preferences import PreferencesConfig
 from trainctl.readers.conversations import ANSWERS, Learn
 
-PAIR_FORMAT = 1
+PAIR_FORMAT = 2
 """Version of the encoding of pairs. Raising it has all pairs tokenized again."""
 
 Ids = npt.NDArray[np.int64]
-Section = TypeVar("Section", ChatConfig, PreferencesConfig)
+Section = TypeVar("Section", ChatConfig, TemplateConfig)
 
 
 class _RecordEncoder(Generic[Section]):
@@ -60,6 +61,10 @@ class _RecordEncoder(Generic[Section]):
     def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
         raise NotImplementedError
 
+    def targets(self, text: str) -> Targets:
+        """Return the targets of a record; none unless its kind has some."""
+        return ()
+
     def _load_template(self) -> ChatTemplate:
         section = self._section
         return ChatTemplate.of(
@@ -81,7 +86,7 @@ class ChatEncoder(_RecordEncoder[ChatConfig]):
         return found.ids, found.loss_mask
 
 
-class PreferenceEncoder(_RecordEncoder[PreferencesConfig]):
+class PreferenceEncoder(_RecordEncoder[TemplateConfig]):
     """Encoder of pairs, each as the JSON that `data=preferences` makes of it.
 
     Plain texts are tokenized as they are. Prompt and answer are tokenized separately, as when the
@@ -89,7 +94,7 @@ class PreferenceEncoder(_RecordEncoder[PreferencesConfig]):
     by the chat template, and an answer is everything it adds to the prompt.
     """
 
-    def __init__(self, section: PreferencesConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, section: TemplateConfig, tokenizer: Tokenizer) -> None:
         super().__init__(section, tokenizer)
         self._template: ChatTemplate | TrainctlError
         try:
@@ -113,6 +118,11 @@ class PreferenceEncoder(_RecordEncoder[PreferencesConfig]):
             )
         loss_mask = np.repeat([False, True, False, True], [len(each) for each in ids])
         return np.concatenate(ids), loss_mask
+
+    def targets(self, text: str) -> Targets:
+        """Return the margin of a pair that has one."""
+        record = json.loads(text)
+        return [record["margin"]] if "margin" in record else []
 
     def _encode_texts(self, pair: Mapping[str, Any], key: str) -> tuple[Ids, Ids]:
         answer, end = self._tokenizer.encode(pair[key]), self._tokenizer.end_of_document

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,9 +188,9 @@ def naming_source(data: DataConfig, name: str) -> Iterator[None]:
 def save_corpora(path: Path, corpora: Mapping[str, Corpus]) -> None:
     """Write a run's record of its corpora."""
     if set(corpora) == {SINGLE_SOURCE}:
-        write_json(path, asdict(corpora[SINGLE_SOURCE]))
+        write_json(path, corpora[SINGLE_SOURCE].to_plain())
     else:
-        sources = {name: asdict(corpus) for name, corpus in corpora.items()}
+        sources = {name: corpus.to_plain() for name, corpus in corpora.items()}
         write_json(path, {"sources": sources})
 
 

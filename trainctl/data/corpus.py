@@ -35,6 +35,7 @@ from trainctl.data.document_selection import (
 )
 from trainctl.data.pretokenized_corpus import chunks_in_place
 from trainctl.data.store import DamagedPart, TokenStore, files_in_order
+from trainctl.data.targets import TargetLayout
 from trainctl.data.task_workers import run_tasks
 from trainctl.data.tasks import Progress, Task, ignore_progress
 from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask
@@ -211,14 +212,19 @@ class CorpusBuilder:
                 kept = self._kept_documents() if has_quality_rules(self.run_data) else None
                 keep = kept.keep[self.name] if kept is not None else None
                 fraction = self.config.held_out_fraction
+                targets = TargetLayout.joined(
+                    [store.part(task).targets for task in tasks],
+                    getattr(self.config, "classes", ()),
+                )
                 return write_corpus(
                     self.folder,
                     self.tokenizer,
-                    store_chunks(store, tasks, self.files, fraction, keep),
+                    store_chunks(store, tasks, self.files, fraction, keep, targets),
                     lambda: bad_text(store, tasks, self.files),
                     self._all_files,
                     {DROPPED: kept.dropped[self.name]} if kept is not None else None,
                     is_marked=stores_loss_mask(self.config),
+                    targets=targets,
                 )
             except DamagedPart as damage:
                 self.notify(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")

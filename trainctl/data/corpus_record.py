@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.cache_files import map_array
+from trainctl.data.targets import TARGET
 from trainctl.data.token_arrays import JoinedSpans, LossMask, Span, Tokens, UnmarkedTokens
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2
-_BLOCKS = ("blocks", "ends_blocks", "origin_blocks")
+_BLOCKS = ("blocks", "ends_blocks", "origin_blocks", "targets_blocks")
 ENDS = "<u8"
 """numpy dtype of document ends."""
 ORIGIN = np.dtype([("file", "<u4"), ("line", "<u8")])
@@ -54,6 +55,12 @@ class Split:
     origin_blocks: tuple[int, ...] = ()
     in_place: tuple[Span, ...] = ()
     """Spans of existing token files that hold the ids; `file` is then empty."""
+    targets: str = ""
+    """Name of the file with the targets of each document: f32, little endian, `target_width` a
+    document, NaN where there is none. Empty if no document of the corpus has any.
+    """
+    targets_blocks: tuple[int, ...] = ()
+    target_width: int = 0
 
     def files(self, dtype: str) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         """Yield each file of the split with its size in bytes and its block checksums."""
@@ -63,6 +70,9 @@ class Split:
             yield self.ends, self.documents * np.dtype(ENDS).itemsize, self.ends_blocks
         if self.origin:
             yield self.origin, self.documents * ORIGIN.itemsize, self.origin_blocks
+        if self.targets:
+            size = self.documents * self.target_width * np.dtype(TARGET).itemsize
+            yield self.targets, size, self.targets_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,17 @@ class Corpus:
     format: int = FORMAT
     is_marked: bool = False
     """Whether ids carry loss marks (`data.token_arrays`)."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes that targets number; empty if targets are numbers of another kind."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the record as plain data, without fields about targets if there are none."""
+        plain = asdict(self)
+        for fields in (plain, plain["train"], plain["held_out"]):
+            for name in ("targets", "targets_blocks", "target_width", "classes"):
+                if name in fields and not fields[name]:
+                    del fields[name]
+        return plain
 
     def tokens(self, split: Split, *, in_order: bool = True) -> Tokens:
         """Return the split's ids without loss marks, shape (tokens,), read by slices.
@@ -126,6 +147,14 @@ class Corpus:
         if not split.origin:
             return None
         return self._mapped(split, split.origin, ORIGIN, split.documents, in_order=False)
+
+    def targets(self, split: Split) -> npt.NDArray[np.float32] | None:
+        """Return the targets of each document, (documents, width), memory-mapped; None without."""
+        if not split.targets:
+            return None
+        size = split.documents * split.target_width
+        found = self._mapped(split, split.targets, TARGET, size, in_order=False)
+        return found.reshape(-1, split.target_width)
 
     def as_without_ends(self) -> Corpus:
         """Return a copy without document ends and origins, as in an older corpus."""
@@ -228,7 +257,8 @@ class Corpus:
             ValueError, TypeError or KeyError: The record is invalid.
         """
         splits = {name: _parse_split(record[name]) for name in ("train", "held_out")}
-        return cls(**{"format": 1, **record, **splits})
+        classes = tuple(record.get("classes", ()))
+        return cls(**{"format": 1, **record, **splits, "classes": classes})
 
     @classmethod
     def load(cls, path: Path) -> Corpus:
@@ -277,7 +307,8 @@ def digest_of_splits(corpus: Corpus) -> str:
         name: [split.tokens, split.documents, split.sha256]
         for name, split in (("train", corpus.train), ("held_out", corpus.held_out))
     }
-    marks = ["marked"] if corpus.is_marked else []
+    marks: list[Any] = ["marked"] if corpus.is_marked else []
+    marks += [corpus.classes] if corpus.classes else []
     text = json.dumps([corpus.dtype, corpus.end_of_document, splits, *marks], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

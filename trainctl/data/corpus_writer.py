@@ -28,6 +28,7 @@ from trainctl.data.corpus_record import (
     read_blocks,
 )
 from trainctl.data.store import StorePart, TokenStore, files_in_order, shift_line_number
+from trainctl.data.targets import NO_TARGETS, TARGET, TargetLayout
 from trainctl.data.tasks import PreparationProgress, Progress, Task, ignore_progress
 from trainctl.data.token_arrays import Span, digest_of_spans, marked_vocab_size, without_marks
 from trainctl.data.tokenizer import Encoder, Tokenizer, dtype_for, encode_documents
@@ -46,6 +47,7 @@ def write_corpus(
     facts: Mapping[str, Any] | None = None,
     *,
     is_marked: bool = False,
+    targets: TargetLayout = NO_TARGETS,
 ) -> None:
     """Write tokens into a folder, which replaces an existing one.
 
@@ -58,6 +60,7 @@ def write_corpus(
         files: The files that the chunks number; empty if chunks have no file numbers.
         facts: Other files of the folder, by name, as plain JSON.
         is_marked: Whether ids carry loss marks (`data.token_arrays`).
+        targets: Layout of the chunks' targets.
 
     Raises:
         TrainctlError: Whatever making the chunks raises, or the folder cannot be written (exit code
@@ -69,7 +72,13 @@ def write_corpus(
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         corpus = _write_temporary(
-            folder, temporary, tokenizer, store_chunks, has_origin=bool(files), is_marked=is_marked
+            folder,
+            temporary,
+            tokenizer,
+            store_chunks,
+            has_origin=bool(files),
+            is_marked=is_marked,
+            targets=targets,
         )
         account = bad()
         with convert_write_errors(folder):
@@ -79,7 +88,7 @@ def write_corpus(
                 write_json(temporary / name, plain)
             write_json(
                 temporary / "corpus.json",
-                asdict(replace(corpus, bad_text=asdict(account) if account else {})),
+                replace(corpus, bad_text=asdict(account) if account else {}).to_plain(),
             )
             _put_in_place(temporary, folder)
     finally:
@@ -105,6 +114,7 @@ def _write_temporary(
     store_chunks: Iterable[Chunk],
     has_origin: bool,
     is_marked: bool,
+    targets: TargetLayout,
 ) -> Corpus:
     vocab_size = tokenizer.vocab_size
     dtype = dtype_for(marked_vocab_size(vocab_size) if is_marked else vocab_size)
@@ -120,6 +130,8 @@ def _write_temporary(
                 opened(f"{split}.bin"),
                 opened(f"{split}.ends"),
                 opened(f"{split}.origin") if has_origin else None,
+                opened(f"{split}.targets") if targets.width else None,
+                targets.width,
             )
             for split in ("train", "held_out")
         }
@@ -139,6 +151,7 @@ def _write_temporary(
         unigram_entropy=float(-(shares * np.log(shares)).sum()),
         digest="",
         is_marked=is_marked,
+        classes=targets.classes,
     )
     return replace(corpus, digest=digest_of_splits(corpus))
 
@@ -189,6 +202,8 @@ class _SplitWriter:
     ids: _CheckedFile
     ends: _CheckedFile
     origin: _CheckedFile | None
+    targets: _CheckedFile | None
+    target_width: int
     tokens: int = 0
     documents: int = 0
     spans: list[Span] = field(default_factory=list)
@@ -205,27 +220,39 @@ class _SplitWriter:
             found = np.empty(len(chunk.ends), dtype=ORIGIN)
             found["file"], found["line"] = chunk.files, chunk.lines
             self.origin.write(memoryview(found.tobytes()))
+        if self.targets is not None:
+            assert chunk.targets is not None
+            self.targets.write(memoryview(chunk.targets.astype(TARGET).tobytes()))
         self.tokens += len(chunk.ids) if chunk.span is None else chunk.span.tokens
         self.documents += len(chunk.ends)
 
     def finish(self) -> Split:
         """Sync the files and return the record of the split."""
-        for file in (self.ids, self.ends, self.origin):
+        for file in (self.ids, self.ends, self.origin, self.targets):
             if file is not None:
                 file.finish()
         in_place = tuple(self.spans)
-        digest = digest_of_spans(in_place, self.ends.sha256.hexdigest()) if in_place else ""
+        digest = self.ids.sha256.hexdigest()
+        if in_place:
+            digest = digest_of_spans(in_place, self.ends.sha256.hexdigest())
+        elif self.targets is not None:
+            digest = hashlib.sha256(
+                self.ids.sha256.digest() + self.targets.sha256.digest()
+            ).hexdigest()
         return Split(
             f"{self.name}.bin" if not in_place else "",
             self.tokens,
             self.documents,
-            digest or self.ids.sha256.hexdigest(),
+            digest,
             tuple(self.ids.blocks),
             f"{self.name}.ends",
             tuple(self.ends.blocks),
             f"{self.name}.origin" if self.origin is not None else "",
             tuple(self.origin.blocks) if self.origin is not None else (),
             in_place,
+            f"{self.name}.targets" if self.targets is not None else "",
+            tuple(self.targets.blocks) if self.targets is not None else (),
+            self.target_width,
         )
 
 
@@ -256,7 +283,7 @@ def migrate_corpus(folder: Path, notify: Callable[[str], None]) -> None:
     )
     notify(f"{folder} is in an older format: giving it checksums")
     with convert_write_errors(folder):
-        write_json(record, asdict(replace(new, digest=digest_of_splits(new))))
+        write_json(record, replace(new, digest=digest_of_splits(new)).to_plain())
 
 
 def _with_checksums(folder: Path, split: Split) -> Split:
@@ -294,6 +321,8 @@ class Chunk:
     """Line of each document in its file, from 1; 0 if the file is the document."""
     span: Span | None = None
     """Location of tokens that stay in place; `ids` are then a sample of them, for counting."""
+    targets: npt.NDArray[np.float32] | None = None
+    """Targets of each document, (documents, width); None if the corpus has none."""
 
 
 def store_chunks(
@@ -302,6 +331,7 @@ def store_chunks(
     files: TextFiles,
     fraction: float,
     keep: Mapping[str, npt.NDArray[np.bool_]] | None = None,
+    targets: TargetLayout = NO_TARGETS,
 ) -> Iterator[Chunk]:
     """Yield all documents of the tasks, in order within each split.
 
@@ -309,6 +339,7 @@ def store_chunks(
         files: Which file is in which split, or that documents are split.
         fraction: Held-out fraction if documents are divided.
         keep: Mask of documents to keep, [documents], by task key; None keeps all.
+        targets: Layout of the targets of all tasks together.
     """
     numbers = {file: n for n, file in enumerate(files_in_order(files.train, files.held_out))}
     before: dict[File, int] = {}
@@ -322,10 +353,11 @@ def store_chunks(
         skipped = np.array([before.get(piece.file, 0) for piece in task.pieces])[pieces]
         line_of = origin["line"] + np.where(origin["line"], skipped, 0)
         ids, ends = part.ids(), part.ends().astype(np.int64)
+        rows = targets.align(part.target_rows(), part.targets)
         for split, chosen in (("held_out", held_out & kept), ("train", ~held_out & kept)):
             if chosen.any():
                 found = _select_documents(ids, ends, chosen)
-                yield Chunk(split, *found, file_of[chosen], line_of[chosen])
+                yield Chunk(split, *found, file_of[chosen], line_of[chosen], targets=rows[chosen])
         for piece, facts in zip(task.pieces, part.pieces, strict=True):
             before[piece.file] = before.get(piece.file, 0) + facts.lines
 

@@ -20,7 +20,8 @@ from trainctl.data.corpus_record import FILES
 from trainctl.data.infilling import infilling_settings
 from trainctl.data.mixture import sample_order
 from trainctl.data.packing import load_bins, packed_token_count
-from trainctl.data.sample_reader import SampleBatch, SampleReader
+from trainctl.data.sample_reader import SampleReader
+from trainctl.data.targets import name_targets
 from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
@@ -85,6 +86,8 @@ class Sample:
     is_cut: bool
     stretches: tuple[ChatStretch, ...] = ()
     """Text divided by the loss mask; only of sources with loss marks."""
+    targets: tuple[float | str, ...] = ()
+    """Numbers beside the record, such as its label; class names instead of their numbers."""
 
 
 def parse_counters(text: str) -> list[int]:
@@ -179,14 +182,10 @@ def read_samples(
                 corpus, corpus.train, length, bins=bins, infilling=infilling
             )
         reader, epoch = readers[name, length], int(found.epoch[number])
-        pieces = reader.pieces(index)
-        text, is_cut, stretches = _decode_sample(
-            reader.read(np.array([index]), np.array([epoch])),
-            sum(end - start for start, end in pieces),
-            tokenizer,
-            most_characters,
-            is_marked=corpus.is_marked,
+        text, is_cut, stretches, targets = _decode_sample(
+            reader, index, epoch, tokenizer, most_characters, corpus
         )
+        pieces = reader.pieces(index)
         passages = [each for span in pieces for each in _sample_passages(texts[name], *span)]
         samples.append(
             Sample(
@@ -199,20 +198,29 @@ def read_samples(
                 text=text,
                 is_cut=is_cut,
                 stretches=stretches,
+                targets=targets,
             )
         )
     return samples
 
 
 def _decode_sample(
-    batch: SampleBatch, size: int, tokenizer: Tokenizer, most_characters: int, *, is_marked: bool
-) -> tuple[str, bool, tuple[ChatStretch, ...]]:
-    """Return the text of the first sample's `size` tokens, whether it is cut, and its stretches."""
-    ids = batch.tokens[0, :size]
+    reader: SampleReader,
+    index: int,
+    epoch: int,
+    tokenizer: Tokenizer,
+    most_characters: int,
+    corpus: Corpus,
+) -> tuple[str, bool, tuple[ChatStretch, ...], tuple[float | str, ...]]:
+    """Return a sample's text, whether it is cut, its stretches, and its targets."""
+    batch = reader.read(np.array([index]), np.array([epoch]))
+    size = sum(end - start for start, end in reader.pieces(index))
+    ids, is_marked = batch.tokens[0, :size], corpus.is_marked
     text = tokenizer.decode(ids.tolist(), with_special=is_marked)
     cut = text[:most_characters] if most_characters else text
     stretches = _loss_mask_runs(ids, batch.ignored[0], tokenizer, len(cut)) if is_marked else ()
-    return cut, len(cut) < len(text), tuple(stretches)
+    targets = name_targets(batch.targets[0], corpus.classes)
+    return cut, len(cut) < len(text), tuple(stretches), tuple(targets)
 
 
 def common_document(batches: Sequence[Sequence[Sample]]) -> tuple[str, Passage] | None:

@@ -25,19 +25,23 @@ class SampleBatch:
     """True where the label is ignored, (samples, length): padding, and the token before a token
     that is padding or has no loss.
     """
+    targets: npt.NDArray[np.float32]
+    """Numbers beside each record, (samples, width), NaN where there is none; width 0 for texts."""
 
     @classmethod
-    def empty(cls, count: int, length: int) -> SampleBatch:
+    def empty(cls, count: int, length: int, target_width: int = 0) -> SampleBatch:
         """Allocate samples; `tokens` are uninitialized."""
         shape = (count, length)
         tokens = np.empty((count, length + 1), dtype=np.int64)
-        return cls(tokens, np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool))
+        targets = np.full((count, target_width), np.nan, dtype=np.float32)
+        return cls(tokens, np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool), targets)
 
     def put(self, places: npt.NDArray[np.int64], others: SampleBatch) -> None:
         """Write other samples at these rows."""
         self.tokens[places] = others.tokens
         self.ends[places] = others.ends
         self.ignored[places] = others.ignored
+        self.targets[places] = others.targets
 
 
 class SampleReader:
@@ -61,6 +65,8 @@ class SampleReader:
         self._tokens = corpus.tokens(split, in_order=False)
         self._loss_mask = corpus.loss_mask(split)
         self._ends = corpus.ends(split)
+        self._targets = corpus.targets(split)
+        self.target_width = split.target_width
         self._end_of_document = corpus.end_of_document
         self._length = length
         self._bins = bins
@@ -82,7 +88,7 @@ class SampleReader:
 
         `epochs` has the epoch of each sample, which infilling depends on; None is epoch 0.
         """
-        rows = SampleBatch.empty(len(indices), self._length)
+        rows = SampleBatch.empty(len(indices), self._length, self.target_width)
         indices = np.maximum(indices, 0)
         epochs = np.zeros_like(indices) if epochs is None else epochs
         if self._bins is not None:
@@ -116,6 +122,8 @@ class SampleReader:
                 self._mark_ignored(rows.ignored[number, at : at + size], start, is_whole=True)
                 at += size
                 rows.ends[number, at - 1] = True
+                if self._targets is not None:
+                    rows.targets[number] = self._targets[place]
             else:  # a piece as long as the sample; the document goes on
                 self._read_ids(row, start, epoch)
                 self._mark_ignored(rows.ignored[number], start)

@@ -19,6 +19,7 @@ Other programs can read a part: each file is one flat array.
 | `ends.bin` | document | u64: tokens of the part up to its end |
 | `origin.bin` | document | u32: number of its piece in the task; u32: its line there from 1, or 0 |
 | `hash.bin` | document | 16 bytes: the first of the SHA-256 of its text |
+| `targets.bin` | document | f32: its targets, NaN up to the width; no file if no document has any |
 | `part.json` | | sizes and CRC-32 of these files, and bad text; written last |
 
 A part stores piece numbers instead of paths, so that it also serves a copy of the same files.
@@ -43,6 +44,7 @@ import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig
 from trainctl.data.cache_files import convert_write_errors, map_array, write_synced
+from trainctl.data.targets import NO_TARGETS, TARGET, TargetLayout, targets_of
 from trainctl.data.tasks import Claims, FileRange, Task, plan_tasks
 from trainctl.data.tokenizer import Encoder, dtype_for, encode_documents
 from trainctl.errors import TrainctlError
@@ -91,6 +93,7 @@ class StorePart:
     """Size in bytes and CRC-32 of each file, by name."""
     pieces: tuple[RangeCounts, ...]
     """Facts of each piece of the task, in order."""
+    targets: TargetLayout = NO_TARGETS
 
     @classmethod
     def load(cls, folder: Path) -> StorePart:
@@ -100,6 +103,7 @@ class StorePart:
             data["files"] = {name: tuple(pair) for name, pair in data["files"].items()}
             facts = ({**each, "examples": tuple(each["examples"])} for each in data["pieces"])
             data["pieces"] = tuple(RangeCounts(**each) for each in facts)
+            data["targets"] = TargetLayout.from_plain(data.get("targets", {}))
             return cls(folder=folder, **data)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedPart(folder, f"{MANIFEST}: {error}") from None
@@ -119,6 +123,12 @@ class StorePart:
     def hashes(self) -> npt.NDArray[np.uint8]:
         """Return each document's hash, (documents, `HASH_BYTES`), memory-mapped and verified."""
         return self._read("hash.bin", "u1").reshape(-1, HASH_BYTES)
+
+    def target_rows(self) -> npt.NDArray[np.float32]:
+        """Return each document's targets, (documents, width), memory-mapped and verified."""
+        if not self.targets.width:
+            return np.empty((self.documents, 0), TARGET)
+        return self._read("targets.bin", TARGET).reshape(-1, self.targets.width)
 
     def _read(self, name: str, dtype: Any) -> npt.NDArray[Any]:
         """Map a file of the part as an array.
@@ -163,6 +173,7 @@ def write_part(
     ends: list[int] = []
     origins: list[tuple[int, int]] = []
     hashes = bytearray()
+    targets = []
     tokens = text_bytes = checksum = 0
     folder.mkdir()
     with (folder / "ids.bin").open("wb") as stream:
@@ -176,6 +187,7 @@ def write_part(
             utf_8 = text.encode()
             hashes += hashlib.sha256(utf_8).digest()[:HASH_BYTES]
             text_bytes += len(utf_8)
+            targets.append(targets_of(tokenizer, text))
             progress(len(text))
         stream.flush()
         os.fsync(stream.fileno())
@@ -185,6 +197,9 @@ def write_part(
         "origin.bin": np.array(origins, dtype=ORIGIN).tobytes(),
         "hash.bin": bytes(hashes),
     }
+    layout = TargetLayout.of(targets)
+    if layout.width:
+        arrays["targets.bin"] = layout.to_array(targets).tobytes()
     files |= {name: write_synced(folder / name, raw) for name, raw in arrays.items()}
     manifest = {
         "dtype": dtype,
@@ -193,6 +208,7 @@ def write_part(
         "text_bytes": text_bytes,
         "files": files,
         "pieces": [asdict(piece) for piece in pieces()],
+        **({"targets": asdict(layout)} if layout.width else {}),
     }
     write_json(folder / MANIFEST, manifest)
 

@@ -13,7 +13,8 @@
 A list of objects may also be an object of lists, as `datasets` stores a `Sequence` of objects. A
 record of any shape may have `tools`: a list of JSON schemas, or that list as JSON. All shapes of
 conversations are converted to ``{"messages": [...], "tools": [...]}``, and pairs to the prompt and
-the two answers. This JSON is the text of the document.
+the two answers, with the `margin` if the record has one: how much better the chosen answer is. This
+JSON is the text of the document.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Learn(Enum):
     all = "all"
 
 
-class BadConversation(ValueError):
-    """A record without a usable conversation; the message says why."""
+class BadRecord(ValueError):
+    """A record that has not what its source takes; the message says why."""
 
 
 def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]:
@@ -76,18 +77,18 @@ def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]
         shape: Layout of the record; `auto` is detected by its keys.
 
     Raises:
-        BadConversation: It has no such shape, is empty, has roles out of order, a message without
+        BadRecord: It has no such shape, is empty, has roles out of order, a message without
             text, or no answer to learn.
     """
     if not isinstance(record, Mapping):
-        raise BadConversation("not an object with a conversation in it")
+        raise BadRecord("not an object with a conversation in it")
     messages = [_read_message(each) for each in _READERS[_shape_of(record, shape)](record)]
     _require_order(messages)
     tools = record.get("tools")
     if isinstance(tools, str):
         tools = _parse_json(tools) if tools.strip() else None
     if tools and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
-        raise BadConversation("`tools` is no list of JSON schemas")
+        raise BadRecord("`tools` is no list of JSON schemas")
     return {"messages": messages, **({"tools": tools} if tools else {})}
 
 
@@ -103,14 +104,14 @@ def _shape_of(record: Record, shape: Shape) -> Shape:
     if shape is not Shape.auto:
         missing = [key for key in _KEYS[shape] if key not in record]
         if missing:
-            raise BadConversation(f"no {missing[0]!r}, which data.shape={shape.value} has")
+            raise BadRecord(f"no {missing[0]!r}, which data.shape={shape.value} has")
         return shape
     for each, keys in _KEYS.items():
         if all(record.get(key) is not None for key in keys):
             return each
     has = ", ".join(map(repr, list(record)[:8])) or "nothing"
     known = "; ".join(f"{each.value} ({', '.join(keys)})" for each, keys in _KEYS.items())
-    raise BadConversation(f"it has {has}: of no shape that is known, which are {known}")
+    raise BadRecord(f"it has {has}: of no shape that is known, which are {known}")
 
 
 def _read_messages(record: Record) -> list[Any]:
@@ -131,13 +132,13 @@ def _read_alpaca(record: Record) -> list[Any]:
     instruction = record["instruction"]
     if extra_input:
         if not isinstance(instruction, str) or not isinstance(extra_input, str):
-            raise BadConversation("`instruction` and `input` are not both texts")
+            raise BadRecord("`instruction` and `input` are not both texts")
         instruction = f"{instruction}\n\n{extra_input}"
     turns = [*_parse_list(record.get("history") or [], "history"), (instruction, record["output"])]
     messages = [{"role": "system", "content": system}] if system else []
     for turn in turns:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
-            raise BadConversation("`history` is no list of pairs")
+            raise BadRecord("`history` is no list of pairs")
         messages += [
             {"role": role, "content": text}
             for role, text in zip(("user", "assistant"), turn, strict=True)
@@ -154,7 +155,7 @@ def _read_sharegpt(record: Record) -> list[Any]:
             continue
         who = each.get("from") if isinstance(each, Mapping) else None
         if not isinstance(who, str) or who not in _SHAREGPT_ROLES:
-            raise BadConversation(f"a turn is from {who!r}, which is nobody that is known")
+            raise BadRecord(f"a turn is from {who!r}, which is nobody that is known")
         messages.append({"role": _SHAREGPT_ROLES[who], "content": each.get("value")})
     return messages
 
@@ -176,38 +177,36 @@ _READERS: dict[Shape, Callable[[Record], list[Any]]] = {
 def _read_message(record: object) -> Message:
     """Return a message without nulls, with its text parts joined."""
     if not isinstance(record, Mapping):
-        raise BadConversation(f"a message is {type(record).__name__}, not an object")
+        raise BadRecord(f"a message is {type(record).__name__}, not an object")
     message = {key: value for key, value in record.items() if value is not None}
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
-        raise BadConversation(f"a message has the role {role!r}, not one of {', '.join(_ROLES)}")
+        raise BadRecord(f"a message has the role {role!r}, not one of {', '.join(_ROLES)}")
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-            raise BadConversation(f"a message of the {role} has parts that are no text")
+            raise BadRecord(f"a message of the {role} has parts that are no text")
         content = message["content"] = "".join(str(part.get("text") or "") for part in content)
     if content is not None and not isinstance(content, str):
-        raise BadConversation(f"the content of the {role} is {type(content).__name__}, not text")
+        raise BadRecord(f"the content of the {role} is {type(content).__name__}, not text")
     if not content and not message.get("tool_calls"):
-        raise BadConversation(f"a message of the {role} is empty")
+        raise BadRecord(f"a message of the {role} is empty")
     return message
 
 
 def _require_order(messages: list[Message]) -> None:
     roles = [message["role"] for message in messages]
     if not roles:
-        raise BadConversation("the conversation is empty")
+        raise BadRecord("the conversation is empty")
     before = ""
     for number, role in enumerate(roles, 1):
         if number == 1 and role in _SYSTEM:
             continue
         if role not in _MAY_FOLLOW[before]:
             after = f"after one of the {before}" if before else "first"
-            raise BadConversation(
-                f"roles out of order: message {number:,} is one of the {role}, {after}"
-            )
+            raise BadRecord(f"roles out of order: message {number:,} is one of the {role}, {after}")
         before = role
     if "assistant" not in roles:
-        raise BadConversation("nothing to learn: no message is the assistant's")
+        raise BadRecord("nothing to learn: no message is the assistant's")
 
 
 def _parse_list(value: object, key: str) -> list[Any]:
@@ -216,10 +215,10 @@ def _parse_list(value: object, key: str) -> list[Any]:
     if isinstance(value, Mapping):  # `datasets` stores a list of objects as an object of lists
         columns = [each for each in value.values() if isinstance(each, list)]
         if not columns or len(columns) < len(value) or len({len(each) for each in columns}) > 1:
-            raise BadConversation(f"`{key}` is an object, and not of lists of one length")
+            raise BadRecord(f"`{key}` is an object, and not of lists of one length")
         return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
     if not isinstance(value, list):
-        raise BadConversation(f"`{key}` is {type(value).__name__}, not a list")
+        raise BadRecord(f"`{key}` is {type(value).__name__}, not a list")
     return value
 
 
@@ -227,44 +226,59 @@ def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise BadConversation(f"{text!r:.60} is no JSON") from None
+        raise BadRecord(f"{text!r:.60} is no JSON") from None
 
 
 ANSWERS = ("chosen", "rejected")
+_MOST = 3.4e38
+"""Largest number that fp32 has."""
 
 
 def pair_of(record: object) -> dict[str, Any]:
-    """Return the pair of a record: `prompt`, `chosen`, `rejected`, and `tools` where there are any.
+    """Return the pair of a record: `prompt`, `chosen`, `rejected`, and `tools` and `margin` where
+    there are any.
 
-    The three are either texts or lists of messages.
+    The first three are either texts or lists of messages.
 
     Raises:
-        BadConversation: It has no such shape, an answer is empty, both answers are equal, or a
+        BadRecord: It has no such shape, an answer is empty, both answers are equal, or a
             conversation is malformed.
     """
     if not isinstance(record, Mapping):
-        raise BadConversation("not an object with a pair of answers in it")
+        raise BadRecord("not an object with a pair of answers in it")
     missing = [key for key in ANSWERS if record.get(key) is None]
     if missing:
         has = ", ".join(map(repr, list(record)[:8])) or "nothing"
-        raise BadConversation(
+        raise BadRecord(
             f"it has {has}, and no {missing[0]!r}: a pair has prompt, chosen, rejected; or chosen "
             "and rejected as lists of messages that begin alike"
         )
     are_texts = isinstance(record["chosen"], str) and isinstance(record["rejected"], str)
     pair = _pair_of_texts(record) if are_texts else _pair_of_messages(record)
     if pair["chosen"] == pair["rejected"]:
-        raise BadConversation("the chosen and the rejected answer are the same")
-    return pair
+        raise BadRecord("the chosen and the rejected answer are the same")
+    margin = record.get("margin")
+    return {**pair, **({} if margin is None else {"margin": number_of(margin, "margin")})}
+
+
+def number_of(value: object, key: str) -> float:
+    """Return a number or a truth value of a record as a number.
+
+    Raises:
+        BadRecord: It is something else, or no number that fp32 has.
+    """
+    if not isinstance(value, bool | int | float) or not abs(value) <= _MOST:
+        raise BadRecord(f"`{key}` is {value!r:.60}, not a number")
+    return float(value)
 
 
 def _pair_of_texts(record: Mapping[str, Any]) -> dict[str, Any]:
     prompt = record.get("prompt")
     if not isinstance(prompt, str) or not prompt:
-        raise BadConversation("two texts need a `prompt` that is a text, and not an empty one")
+        raise BadRecord("two texts need a `prompt` that is a text, and not an empty one")
     for key in ANSWERS:
         if not record[key]:
-            raise BadConversation(f"the {key} answer is empty")
+            raise BadRecord(f"the {key} answer is empty")
     return {key: record[key] for key in ("prompt", *ANSWERS)}
 
 
@@ -274,14 +288,14 @@ def _pair_of_messages(record: Mapping[str, Any]) -> dict[str, Any]:
     whole, tools = {}, {}
     for key in ANSWERS:
         if not isinstance(record[key], list):
-            raise BadConversation(f"`{key}` is {type(record[key]).__name__}, not a list")
+            raise BadRecord(f"`{key}` is {type(record[key]).__name__}, not a list")
         conversation = {"messages": [*before, *record[key]], "tools": record.get("tools")}
         tools = conversation_of(conversation, Shape.messages)
         whole[key] = tools.pop("messages")
     shared = _shared_message_count(*whole.values()) if not before else len(before)
     for key in ANSWERS:
         if len(whole[key]) == shared or whole[key][shared]["role"] != "assistant":
-            raise BadConversation(f"no message of the assistant begins the {key} answer")
+            raise BadRecord(f"no message of the assistant begins the {key} answer")
     answers = {key: messages[shared:] for key, messages in whole.items()}
     return {"prompt": whole["chosen"][:shared], **answers, **tools}
 

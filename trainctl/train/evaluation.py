@@ -20,8 +20,8 @@ from trainctl.data.chat_template import ChatTemplate
 from trainctl.data.tokenizer import Tokenizer, stores_loss_mask
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.models.tokenizer_files import end_ids
+from trainctl.options.data._records import TemplateConfig
 from trainctl.options.data.chat import ChatConfig
-from trainctl.options.data.preferences import PreferencesConfig
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.train.data import PackedDataset
 
@@ -283,7 +283,7 @@ def chat_template_of(
     has_conversations = isinstance(section, ChatConfig) and stores_loss_mask(section)
     if not (has_conversations if chat is None else chat):
         return None
-    if isinstance(section, ChatConfig | PreferencesConfig):
+    if isinstance(section, TemplateConfig):
         named, arguments = section.chat_template, section.template_arguments
         return ChatTemplate.of(tokenizer.file, named, arguments)
     return ChatTemplate.of(tokenizer.file)

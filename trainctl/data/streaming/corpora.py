@@ -258,7 +258,7 @@ def upload_corpus(
         train=replace(corpus.train, file="train.bin", in_place=()),
         held_out=replace(corpus.held_out, file="held_out.bin", in_place=()),
     )
-    record = StreamRecord(asdict(plain), tokenizer.fingerprint, shard_tokens, {})
+    record = StreamRecord(plain.to_plain(), tokenizer.fingerprint, shard_tokens, {})
     return upload_shards(place, record, splits, show)
 
 

@@ -1,0 +1,120 @@
+"""Targets: the numbers beside a record, such as its label or margin, stored with its ids. No torch.
+
+A record's targets are numbers, or names of classes. Names are numbered in the order of
+`data.classes`, else sorted, over the whole corpus. A part of a store is made before the names of
+the other parts are known, so it numbers its own, and the corpus numbers them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from trainctl.errors import TrainctlError
+
+TARGET = "<f4"
+"""numpy dtype of stored targets."""
+
+Targets = Sequence[float | str]
+Rows = npt.NDArray[np.float32]
+
+
+@runtime_checkable
+class TargetEncoder(Protocol):
+    """An encoder of documents that may have targets."""
+
+    def targets(self, text: str) -> Targets:
+        """Return the targets of a document; empty if it has none."""
+
+
+def targets_of(encoder: object, text: str) -> Targets:
+    """Return the targets of a document; empty unless the encoder gives some."""
+    return encoder.targets(text) if isinstance(encoder, TargetEncoder) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLayout:
+    """Width of rows of targets, and the names of the classes that they number, in order."""
+
+    width: int = 0
+    classes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> TargetLayout:
+        """Return the layout of a manifest; an empty mapping is a layout without targets."""
+        return cls(plain.get("width", 0), tuple(plain.get("classes", ())))
+
+    @classmethod
+    def of(cls, targets: Sequence[Targets]) -> TargetLayout:
+        """Return the layout of some records' targets.
+
+        Raises:
+            TrainctlError: Some are names of classes and some are numbers.
+        """
+        names = {each for row in targets for each in row if isinstance(each, str)}
+        if names and any(not isinstance(each, str) for row in targets for each in row):
+            raise _mixed(names)
+        return cls(max(map(len, targets), default=0), _in_order(names))
+
+    @classmethod
+    def joined(cls, layouts: Sequence[TargetLayout], classes: Sequence[str] = ()) -> TargetLayout:
+        """Return the layout of all parts of a corpus. `classes` fixes the names and their order.
+
+        Raises:
+            TrainctlError: Some parts have names of classes and some have numbers.
+        """
+        filled = [each for each in layouts if each.width]
+        names = {name for each in filled for name in each.classes}
+        if names and not all(each.classes for each in filled):
+            raise _mixed(names)
+        found = tuple(classes) if names and classes else _in_order(names)
+        return cls(max((each.width for each in filled), default=0), found)
+
+    def to_array(self, targets: Sequence[Targets]) -> Rows:
+        """Return targets as rows, (records, width); NaN follows the last one of a record."""
+        number_of: dict[float | str, float] = {name: n for n, name in enumerate(self.classes)}
+        rows = np.full((len(targets), self.width), np.nan, dtype=TARGET)
+        for row, values in zip(rows, targets, strict=True):
+            row[: len(values)] = [number_of.get(each, each) for each in values]
+        return rows
+
+    def align(self, rows: Rows, layout: TargetLayout) -> Rows:
+        """Return rows of a part in this layout, (records, width).
+
+        Args:
+            layout: Layout of the rows.
+        """
+        found = np.full((len(rows), self.width), np.nan, dtype=TARGET)
+        found[:, : layout.width] = rows
+        if layout.classes:
+            numbers = np.array([self.classes.index(name) for name in layout.classes], TARGET)
+            is_there = ~np.isnan(found)
+            found[is_there] = numbers[found[is_there].astype(np.int64)]
+        return found
+
+
+def name_targets(row: Rows, classes: Sequence[str]) -> list[float | str]:
+    """Return the targets of one record, without NaN, and with the names of classes if any."""
+    found = row[~np.isnan(row)].tolist()
+    return [classes[int(each)] for each in found] if classes else found
+
+
+NO_TARGETS = TargetLayout()
+
+
+def _in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names sorted: by their value if all are decimal numbers."""
+    every = list(names)
+    is_decimal = all(name.isdecimal() for name in every)
+    return tuple(sorted(every, key=lambda name: (int(name) if is_decimal else 0, name)))
+
+
+def _mixed(names: Iterable[str]) -> TrainctlError:
+    return TrainctlError(
+        f"some labels are names ({min(names)!r}) and some are numbers",
+        hint="write all labels of a corpus as names, or all as numbers",
+    )
