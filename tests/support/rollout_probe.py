@@ -52,7 +52,16 @@ def _of(case: Case, process: Process) -> Rollouts:
     session = assemble(case.plan, case.run, process)
     engine, losses = session.engine, []
     arguments = (engine, process)
-    answers = generate(*arguments, ROWS, SAMPLER, SETTINGS)
+    kept: dict[tuple[int, int], Completion] = {}
+
+    def keep(row: RolloutRow, answer: Completion) -> None:
+        kept[row.number, row.sample] = answer
+
+    answers = generate(*arguments, ROWS, SAMPLER, SETTINGS, keep)
+    for row, answer in zip(ROWS, answers, strict=True):
+        here = kept.get((row.number, row.sample), answer)
+        assert np.array_equal(here.ids, answer.ids)
+    assert len(kept) == len(ROWS) // session.mesh.data.size
     single = replace(SETTINGS, batch_size=1, holds_weights=False)
     others = generate(*arguments, ROWS[::-1], SAMPLER, single)[::-1]
     some = list(zip(ROWS, answers, strict=True))[::3]

@@ -7,7 +7,7 @@ share the rows by their numbers, and all get all answers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -48,17 +48,27 @@ class Generation:
     """
 
 
+def _drop(row: RolloutRow, completion: Completion) -> None:
+    """Keep nothing of an answer that has ended."""
+
+
 def generate(
     engine: Engine,
     process: Process,
     rows: Sequence[RolloutRow],
     sampler: Sampler,
     settings: Generation,
+    keep: Callable[[RolloutRow, Completion], None] = _drop,
 ) -> list[Completion]:
-    """Return the answers of all rows, in their order; on all ranks together."""
+    """Return the answers of all rows, in their order; on all ranks together.
+
+    Args:
+        keep: Called with each answer as soon as it has ended, on the ranks that generate it: all
+            ranks of a tensor group.
+    """
     data, tensor = engine.mesh.data, engine.mesh.tensor
     own = range(data.index, len(rows), data.size)
-    batch = _Batch(engine, process, sampler, settings, [rows[index] for index in own])
+    batch = _Batch(engine, process, sampler, settings, keep, [rows[index] for index in own])
     held = settings.holds_weights
     # Decoding has another shape for each token, for which compiled blocks would compile again.
     with (
@@ -81,7 +91,7 @@ def generate(
 class _Answer:
     """An answer being generated."""
 
-    prompt: tuple[int, ...]
+    row: RolloutRow
     numbers: np.ndarray
     """Random number of each token."""
     start: int = 0
@@ -111,13 +121,14 @@ class _Batch:
         process: Process,
         sampler: Sampler,
         settings: Generation,
+        keep: Callable[[RolloutRow, Completion], None],
         rows: Sequence[RolloutRow],
     ) -> None:
-        self._engine, self._process = engine, process
+        self._engine, self._process, self._keep = engine, process, keep
         self._sampler, self._settings = sampler, settings
         count = settings.max_tokens
         self.generated = [
-            _Answer(row.prompt, sampler.numbers(row.number, row.sample, count)) for row in rows
+            _Answer(row, sampler.numbers(row.number, row.sample, count)) for row in rows
         ]
         self._waiting = deque(self.generated)
         self._active: list[_Answer] = []
@@ -137,7 +148,7 @@ class _Batch:
         """Make one forward pass: over prompts if a slot is free, else over each last token."""
         if self._waiting and len(self._active) < self._window.slots:
             new = self._admit()
-            self._draw(new, self._forward([each.prompt for each in new], len(self._active)))
+            self._draw(new, self._forward([each.row.prompt for each in new], len(self._active)))
             self._active += new
             self._retire()
         elif self._active:
@@ -153,19 +164,19 @@ class _Batch:
     def _admit(self) -> list[_Answer]:
         """Take the waiting answers that one pass over prompts can hold; set their columns."""
         new, longest = [self._waiting.popleft()], 0
-        longest = len(new[0].prompt)
+        longest = len(new[0].row.prompt)
         while self._waiting and len(self._active) + len(new) < self._window.slots:
-            longest = max(longest, len(self._waiting[0].prompt))
+            longest = max(longest, len(self._waiting[0].row.prompt))
             if longest * (len(new) + 1) > self._settings.prefill_tokens:
                 break
             new.append(self._waiting.popleft())
-        longest = max(len(each.prompt) for each in new)
+        longest = max(len(each.row.prompt) for each in new)
         if not self._active:
             self._end = longest
         elif longest > self._end:
             self._move(longest - self._end)
         for each in new:
-            each.start = self._end - len(each.prompt)
+            each.start = self._end - len(each.row.prompt)
         return new
 
     def _make_room(self) -> None:
@@ -237,6 +248,7 @@ class _Batch:
         for slot in reversed(range(len(active))):
             each = active[slot]
             if each.is_finished or len(each.ids) == self._settings.max_tokens:
+                self._keep(each.row, each.completion())
                 last = active.pop()
                 if last is not each:
                     self._cache.copy_slot(len(active), slot)
