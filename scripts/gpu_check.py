@@ -34,6 +34,7 @@ from xml.etree import ElementTree
 from benchmarks.comparison import Row, measure, table
 from gpu_figures import FIGURES, Figure
 
+import trainctl
 from trainctl.hardware.detect import visible_devices
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -271,6 +272,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _version(name: str) -> str:
+    if name == "trainctl":  # which may not be installed
+        return trainctl.__version__
     try:
         return version(name)
     except ImportError:

@@ -63,7 +63,6 @@ def losses(folder: Path, *choices: str) -> list[float]:
         ("kernels=chunked-loss", "kernels.chunk_tokens=256"),
         ("kernels=compiled",),
         ("kernels=compiled", "zero_stage=3", "activation_checkpointing=full"),
-        ("kernels=deepcompile",),
         ("kernels=deepcompile", "zero_stage=3"),
         pytest.param(("kernels=liger",), marks=needs_liger),
         pytest.param(("kernels=liger", "zero_stage=3"), marks=needs_liger),
@@ -125,6 +124,8 @@ def test_flash_attention_keeps_to_the_documents_of_every_sample(family: str) -> 
 def test_offloaded_block_inputs_are_not_on_the_device() -> None:
     ids = torch.randint(0, 64, (8, 1024), device="cuda")
     model = built().cuda()
+    # The first product allocates cuBLAS' workspace, which stays.
+    LanguageModel(copy.deepcopy(model), None, KernelsConfig())({"input_ids": ids}, ids).backward()
     results = {}
     for offload in (False, True):
         wrapped = copy.deepcopy(model)

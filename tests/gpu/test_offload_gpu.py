@@ -8,7 +8,7 @@ import pytest
 from commands import events, trainctl
 from test_precision_gpu import train
 
-UNSAVED = "checkpoint.at_end=false"
+UNSAVED = ("checkpoint.at_end=false", "checkpoint.every_minutes=null")
 
 
 @pytest.mark.gpu
@@ -18,7 +18,7 @@ UNSAVED = "checkpoint.at_end=false"
         ("offload=cpu",),
         ("offload=cpu-all",),
         ("offload=cpu-partial", "zero_stage.sub_group_size=100000"),
-        ("offload=cpu", "offload.super_offload=true", UNSAVED),
+        ("offload=cpu", "offload.super_offload=true", *UNSAVED),
     ],
     ids=["cpu", "cpu-all", "partial", "super-offload"],
 )

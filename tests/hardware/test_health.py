@@ -505,6 +505,24 @@ def test_the_toolkit_and_torch(
         assert list(builds.check_cuda_toolkit(config(*overrides), CUDA)) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "named", "hint"),
+    [
+        (["optimizer=lion"], "9.0a", "TORCH_CUDA_ARCH_LIST=9.0"),
+        (["optimizer=lion"], "9.0a;10.0a+PTX", "TORCH_CUDA_ARCH_LIST='9.0;10.0+PTX'"),
+        (["optimizer=lion"], "9.0;12.0+PTX", None),
+        (["offload=cpu"], "9.0a", None),  # built for the host alone
+        ([], "9.0a", None),
+    ],
+)
+def test_an_architecture_that_deepspeed_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], named: str, hint: str | None
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", named)
+    found = list(builds.check_architectures(config(*overrides), CUDA))
+    assert [each.hint for each in found if isinstance(each, Finding)] == ([hint] if hint else [])
+
+
 # ---------------------------------------------------------------- limits
 
 

@@ -35,7 +35,7 @@ PARTITIONED = {
     "activation_checkpointing__partition_across_tensor_ranks": True,
 }
 MUP = {"model__mup": True, "model__mup_base_width": 64}
-DEEPCOMPILE = {"kernels__compile": "deepcompile"}
+DEEPCOMPILE = {"kernels__compile": "deepcompile", "zero_stage__stage": 3}
 SAVES = {"checkpoint__every_steps": 10}
 LORA = {"adapter__kind": "lora"}
 NF4 = {"adapter__base_weights": "nf4"}
@@ -515,7 +515,7 @@ ERRORS = [
     ),
     (
         "TC027",
-        {"training__deterministic": True, "kernels__compile": "deepcompile"},
+        {"training__deterministic": True, **DEEPCOMPILE},
         gpus(8),
         "times and memory that it measures",
         "kernels.compile=blocks",
@@ -1748,7 +1748,7 @@ ERRORS = [
         "kernels.compile=none",
     ),
     ("TC088", DEEPCOMPILE, cpus(2), "for NVIDIA GPUs", "kernels.compile=none"),
-    ("TC088", {**DEEPCOMPILE, "zero_stage__stage": 0}, gpus(), "fall back", "zero_stage=1"),
+    ("TC088", {**DEEPCOMPILE, "zero_stage__stage": 0}, gpus(), "fall back", "zero_stage=3"),
     (
         "TC088",
         {**DEEPCOMPILE, "parallelism__tensor": 2},

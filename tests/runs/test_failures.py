@@ -70,6 +70,19 @@ def test_how_a_rank_ended_in_words_and_as_an_exit_code(tmp_path: Path) -> None:
     assert failures.signal_name(35) == "signal 35"
 
 
+def test_what_native_code_said_before_it_aborted_is_in_the_tail(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    frames = "".join(f'  File "frame.py", line {n} in f\n' for n in range(40))
+    said = "terminate called after throwing an instance of 'std::out_of_range'"
+    log.write_text(
+        f"step 1\n{said}\nFatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
+        f"{frames}\nExtension modules: numpy\n"
+    )
+    tail = failures.describe_exit(-6, log)["log_tail"]
+    assert said in tail and len(tail) <= failures.TAIL_LINES
+    assert '  File "frame.py", line 0 in f' in tail and "Extension modules: numpy" not in tail
+
+
 def test_an_abort_after_an_error_is_that_error(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_text("terminate called\n")

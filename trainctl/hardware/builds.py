@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from trainctl.config.schema import Accelerator, OffloadDevice, RunConfig
+from trainctl.config.schema import Accelerator, CompileKind, OffloadDevice, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.facts import Hardware, error_finding
 from trainctl.hardware.packages import packaged_text, torch_build
@@ -31,6 +31,9 @@ from trainctl.options.engine import engine_of
 from trainctl.options.optimizer import Maker, spec_of
 
 _COMPILE_SECONDS = 60.0
+
+HOST_OPERATORS = frozenset({"cpu_adam", "cpu_lion", "async_io"})
+"""Operators that can be built without CUDA."""
 
 _LONGEST_BUILD_SECONDS = 3600.0
 """No operator takes an hour to compile: an older lock was left by a killed build."""
@@ -59,6 +62,8 @@ def needed_operators(config: RunConfig, hardware: Hardware) -> dict[str, str]:
     for key in ("quantized_weights", "quantized_gradients"):
         if getattr(config.zero_stage, key):
             wanted["quantizer"] = f"zero_stage.{key}"
+    if config.kernels.compile is CompileKind.deepcompile and not on_cpu:
+        wanted["dc"] = "kernels.compile"
     if on_cpu and not config.trains_itself:
         # Trainctl's own trainer disables it (engines/deepspeed/process.py).
         wanted["deepspeed_shm_comm"] = "script" if config.script is not None else "trainer"
@@ -72,6 +77,7 @@ def build_problems(config: RunConfig, hardware: Hardware) -> list[Finding]:
         check_libaio,
         check_build_locks,
         check_cuda_toolkit,
+        check_architectures,
     )
     found = (each for check in checks for each in check(config, hardware))
     return [each for each in found if isinstance(each, Finding)]
@@ -214,7 +220,7 @@ def check_cuda_toolkit(config: RunConfig, hardware: Hardware) -> Iterator[str | 
     release = toolkit_release()
     if release is None:
         # Operators for the host are then built without CUDA; others cannot be built.
-        if set(operators) <= {"cpu_adam", "cpu_lion", "async_io"}:
+        if set(operators) <= HOST_OPERATORS:
             yield f"none here; {names} can do without"
             return
         yield error_finding(
@@ -233,6 +239,29 @@ def check_cuda_toolkit(config: RunConfig, hardware: Hardware) -> Iterator[str | 
             f"was built for {build[0]}",
             f"CUDA_HOME=the toolkit of CUDA {build[0].partition('.')[0]}, or unset it",
         )
+
+
+def check_architectures(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]:
+    """Find a TORCH_CUDA_ARCH_LIST that DeepSpeed cannot read: `9.0a`, which images for H100 set.
+
+    DeepSpeed takes each part of it for a number (op_builder/builder.py, 0.19.8).
+    """
+    operators = {
+        name: key
+        for name, key in needed_operators(config, hardware).items()
+        if name not in HOST_OPERATORS
+    }
+    named = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    readable = re.sub(r"(\d+\.\d+)[a-z]+", r"\1", named)
+    if not operators or hardware.accelerator is not Accelerator.cuda or readable == named:
+        return
+    yield error_finding(
+        "TC128",
+        next(iter(operators.values())),
+        f"DeepSpeed has to compile {', '.join(operators)}, and cannot read "
+        f"TORCH_CUDA_ARCH_LIST={named}",
+        f"TORCH_CUDA_ARCH_LIST={shlex.quote(readable)}",
+    )
 
 
 def toolkit_release() -> str | None:

@@ -155,8 +155,20 @@ def describe_exit(
         "message": how,
         "hint": cause.hint or _SIGNAL_HINTS.get(-return_code, "") or _script_hint(lines),
         "log": str(log),
-        "log_tail": lines[-TAIL_LINES:],
+        "log_tail": _crash_lines(lines)[-TAIL_LINES:],
     }
+
+
+def _crash_lines(lines: list[str]) -> list[str]:
+    """Return a log without what follows the stack of a crash in native code.
+
+    Python's faulthandler writes the stack below what the native code said, and below the stack a
+    list of modules. Few of its frames are left, so that the reason stays within a tail.
+    """
+    for place, line in enumerate(lines):
+        if line.startswith("Fatal Python error:"):
+            return lines[: place + TAIL_LINES // 2]
+    return lines
 
 
 def _script_hint(lines: list[str]) -> str:

@@ -211,10 +211,13 @@ def deepcompile_runs_here(draft: Draft) -> Iterator[Problem]:
             f"{key}=deepcompile is for NVIDIA GPUs, and the hardware is {draft.hardware.name}",
             f"{key}=none",
         )
-    if config.zero_stage.stage == 0:
+    if config.zero_stage.stage < 3:
+        stage = config.zero_stage.stage
+        falls_back = "DeepSpeed would fall back to torch.compile"
+        aborts = "seen to abort in the second step's backward pass (DeepSpeed 0.19.8, torch 2.11)"
         yield Problem(
-            f"{key}=deepcompile at ZeRO stage 0: DeepSpeed would fall back to torch.compile",
-            f"zero_stage=1, or {key}=blocks",
+            f"{key}=deepcompile at ZeRO stage {stage}: {aborts if stage else falls_back}",
+            f"zero_stage=3, or {key}=blocks",
         )
     for axis in ("tensor", "pipeline", "sequence"):
         if getattr(axes, axis) > 1:

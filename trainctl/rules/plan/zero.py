@@ -161,8 +161,8 @@ def offload_variants_have_their_base(draft: Draft) -> Iterator[Problem]:
         yield Problem(
             "offload.super_offload keeps the moments in a process of its own that gives them to "
             "nobody: a checkpoint would lack them",
-            "offload.super_offload=false, or no checkpoints: checkpoint.at_end=false and no "
-            "interval",
+            "offload.super_offload=false, or no checkpoints: checkpoint.at_end=false "
+            "checkpoint.every_minutes=null checkpoint.every_steps=null",
         )
 
 
