@@ -56,10 +56,19 @@ def _section(name: str, cls: type) -> Iterator[str]:
             yield f"### {leaf.key}.NAME"
             yield f"{(leaf.part.__doc__ or '').strip().splitlines()[0]} Its own:"
             yield ""
-            part = part_leaves(leaf.part)
-            names = [item.name for item in fields(leaf.part)]
+            part, group = part_leaves(leaf.part), leaf.part.units
+            own = [item.name for item in fields(leaf.part)]
+            names = own if group in GROUPS else [*part]  # other groups have no section above
             yield from _table(
-                [replace(part[each], key=f"{leaf.key}.NAME.{each}", kinds=()) for each in names]
+                [
+                    replace(
+                        part[each],
+                        key=f"{leaf.key}.NAME.{each}",
+                        kinds=() if each in own else part[each].kinds,
+                    )
+                    for each in names
+                ],
+                group,
             )
         for name in option_names(leaf.metadata.get("each", "")):
             yield from _option_section(f"{leaf.key}.{name}", leaf.metadata["each"], name)
@@ -93,17 +102,18 @@ def option_names(group: str) -> tuple[str, ...]:
     return list_kinds(group) if group else ()
 
 
-def _table(leaves: list[Leaf]) -> Iterator[str]:
+def _table(leaves: list[Leaf], group: str = "") -> Iterator[str]:
+    """Yield the rows of keys; `group` is that of their kinds, if the keys do not begin with it."""
     yield "| key | values | default | meaning |"
     yield "|---|---|---|---|"
     for leaf in leaves:
         meaning = _cell(leaf.metadata["doc"])
-        meaning += _kinds(leaf)
+        meaning += _kinds(leaf, group)
         default = "" if leaf.default is None else f"`{_literal(leaf.default)}`"
         yield f"| `{leaf.key}` | {_cell(_values(leaf))} | {default} | {meaning} |"
 
 
-def _kinds(leaf: Leaf) -> str:
+def _kinds(leaf: Leaf, group: str) -> str:
     """List the kinds of the group that have the key, or those that lack it, whichever list is
     shorter.
 
@@ -111,7 +121,8 @@ def _kinds(leaf: Leaf) -> str:
     """
     if not leaf.kinds:
         return ""
-    others = [kind for kind in list_kinds(leaf.key.partition(".")[0]) if kind not in leaf.kinds]
+    group = group or leaf.key.partition(".")[0]
+    others = [kind for kind in list_kinds(group) if kind not in leaf.kinds]
     if others == ["none"]:
         return ""
     has_most = len(others) < len(leaf.kinds)

@@ -658,6 +658,28 @@ ERRORS = [
             ),
         )
     ),
+    ("TC490", {"objective__kind": "grpo"}, gpus(), "objective.rewards has none", "exact_answer"),
+    *(
+        (
+            "TC490",
+            {"objective__kind": "grpo", "objective__rewards": {"mine": {"kind": kind, **keys}}},
+            gpus(),
+            message,
+            hint,
+        )
+        for kind, keys, message, hint in (
+            ("function", {}, "objective.rewards.mine names no function", "module:function"),
+            (
+                "regex",
+                {},
+                "objective.rewards.mine: a reward of kind regex needs a pattern",
+                "REGEX",
+            ),
+            ("regex", {"pattern": "("}, "is no regular expression", "re"),
+            ("length", {}, "needs most_tokens", "most_tokens=N"),
+            ("json_schema", {"file": "no.json"}, "no.json is no JSON Schema", "correct"),
+        )
+    ),
     (
         "TC393",
         {"objective__kind": "simpo"},

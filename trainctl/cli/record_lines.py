@@ -221,6 +221,12 @@ def _straggler(event: Event) -> list[str]:
     return [f"{'slow: ' if event['slow'] else ''}{describe_straggler(event)}"]
 
 
+def _reward_failed(event: Event) -> list[str]:
+    of = f"{event['count']:,} of {event['answers']:,} answers"
+    reason = to_printable(event["reason"])
+    return [f"step {event['step']}: the reward {event['reward']} failed for {of}: {reason}"]
+
+
 def _stopping(event: Event) -> list[str]:
     limit = event["within_seconds"]
     within = "" if limit is None else f", within {limit:g} s"
@@ -273,6 +279,7 @@ _LINES: dict[str, Callable[[Event], list[str]]] = {
     "restart": _restart,
     "benchmark": _benchmark,
     "divergence": _divergence,
+    "reward_failed": _reward_failed,
     "straggler": _straggler,
     "stopping": _stopping,
     "waiting": _waiting,

@@ -67,18 +67,18 @@ def _complete_section(
     choice = kind_key(group)
     kind = section.get(choice) or kind_of_paths(group, section) or kind_of(part)
     if not kind:  # the section's name is its kind
-        kind = key.rpartition(".")[2]
-        if kind not in list_kinds(group):
-            kinds = list_kinds(group)
+        kind, kinds = key.rpartition(".")[2], list_kinds(group)
+        if kind not in kinds:
+            near = did_you_mean([f"{key}.{choice}={one}" for one in nearest_names(kind, kinds)])
             yield Finding(
                 rule=WRONG_VALUE,
                 key=key,
                 message=f"{key} has no {choice}, and {kind} is none",
-                hint=did_you_mean([f"{key}.{choice}={one}" for one in nearest_names(kind, kinds)])
-                or f"{key}.{choice} is {join_alternatives(kinds)}",
+                hint=near or f"{key}.{choice} is {join_alternatives(kinds)}",
                 source=_source_of_key(stack, key),
             )
-            return
+            section.clear()
+            kind = kinds[0]
     section[choice] = kind
     own = part_leaves_of(part, kind)
     for name in [name for name in section if name not in own]:

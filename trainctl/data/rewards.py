@@ -40,9 +40,6 @@ from trainctl.options.reward.function import FunctionRewardConfig
 from trainctl.options.reward.length import ANSWER_TOKENS
 from trainctl.runs.processes import die_with_parent
 
-FAILED = "reward_failed"
-"""Kind of the record of a failed reward."""
-
 _START_SECONDS = 120.0
 """Time limit for importing a reward: packages on a network file system are slow the first time."""
 _EXCERPT = 200
@@ -97,11 +94,16 @@ class RewardProcesses:
             self.close()
             raise
 
-    def score(self, answers: Sequence[SampledAnswer]) -> list[dict[str, float | None]]:
+    def score(
+        self, answers: Sequence[SampledAnswer], *, step: int = 0
+    ) -> list[dict[str, float | None]]:
         """Return the rewards of each answer by their names, in the order of the answers.
 
         A reward is None if it does not apply to the answer, or has failed. For the failures of one
         reward that have the same reason, a record names the first answer, and counts the others.
+
+        Args:
+            step: Optimizer step that learns from the answers, for the records.
         """
         pending = [
             {
@@ -120,7 +122,8 @@ class RewardProcesses:
                     failures.setdefault((name, reason), []).append(row)
         for (name, reason), rows in failures.items():
             self._record(
-                FAILED,
+                "reward_failed",
+                step=step,
                 reward=name,
                 reason=redact_text(reason[:_EXCERPT]),
                 row=rows[0],

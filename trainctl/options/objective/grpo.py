@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from trainctl.config.schema import ObjectiveConfig
 from trainctl.config.schema.option import option
 from trainctl.options.data import SampleKind
 from trainctl.options.objective import RECORDS, Objective
+from trainctl.options.reward import RewardsConfig
 
 
 class Rollout(Enum):
@@ -42,7 +42,7 @@ class NormalizeBy(Enum):
 
 
 @dataclass
-class GrpoConfig(ObjectiveConfig):
+class GrpoConfig(RewardsConfig):
     """Keys of GRPO, Dr. GRPO, RLOO, GSPO and DAPO."""
 
     rollout: Rollout = option(
@@ -73,18 +73,6 @@ class GrpoConfig(ObjectiveConfig):
         1.0, "Sample from the likeliest tokens with this total probability.", above=0, maximum=1
     )
     top_k: int = option(0, "Sample from so many likeliest tokens; 0 is all.", minimum=0)
-    rewards: list[str] = option(
-        [],
-        "Reward functions: names of shipped ones, or module:function.",
-        example="[exact]",
-    )
-    reward_weights: list[float] = option(
-        [], "Weight of each reward in the sum, in the order of objective.rewards; empty is 1 each."
-    )
-    reward_timeout: float = option(
-        10.0, "Longest time of a reward function for one answer.", unit="seconds", above=0
-    )
-    reward_memory: float = option(2.0, "Memory limit of a reward process.", unit="GB", above=0)
     advantage: Advantage = option(
         Advantage.standardized,
         "Reward compared with the prompt's other answers: less their mean and divided by their "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
-from trainctl.config.registry import load_specs
+from trainctl.config.registry import load_spec, load_specs
 from trainctl.config.schema import (
     Accelerator,
     CompileKind,
@@ -15,11 +16,14 @@ from trainctl.config.schema import (
     OnTooLong,
     RunConfig,
 )
+from trainctl.errors import TrainctlError
 from trainctl.options.data import SampleKind
 from trainctl.options.data import spec_of as data_spec_of
 from trainctl.options.limits import never_value, only_value
 from trainctl.options.objective import objective_of
 from trainctl.options.optimizer import Maker, spec_of
+from trainctl.options.reward import RewardsConfig
+from trainctl.options.reward.function import FunctionRewardConfig
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.optimizers import refused_settings
 from trainctl.plans.settings import auxiliary_loss
@@ -286,3 +290,39 @@ OBJECTIVE_LIMITS = (
     only_value("stability.z_loss", 0, "it is a part of the next token's loss"),
 )
 """Settings that objectives other than the next token's have been verified with."""
+
+
+@rule(
+    "TC490",
+    "objective.rewards",
+    "objective.rewards.*",
+    "objective.rewards.*.call",
+    example="recipe=tiny objective=grpo 'objective.rewards={form: {kind: regex}}'",
+)
+def rewards_can_be_computed(draft: Draft) -> Iterator[Problem]:
+    """An objective of rewards has some, and each has what it computes with.
+
+    A reward without its pattern, function or length, or whose file cannot be read, would fail for
+    every answer.
+
+    Fix: Set the key that the message names.
+    """
+    objective = draft.config.objective
+    if not isinstance(objective, RewardsConfig):
+        return
+    if not objective.rewards:
+        yield Problem(
+            f"{KEY}={objective.kind} learns from rewards, and objective.rewards has none",
+            "objective.rewards={exact_answer: {}} compares answers with the records' `answer`",
+        )
+    for name, reward in objective.rewards.items():
+        key, build = f"objective.rewards.{name}", load_spec("reward", reward.kind).build
+        if isinstance(reward, FunctionRewardConfig) and not reward.call:
+            hint = f"{key}.call=module:function"
+            yield Problem(f"{key} names no function", hint, key=f"{key}.call")
+        if callable(build):
+            with suppress(ImportError):  # reported with the packages
+                try:
+                    build(reward)
+                except TrainctlError as error:
+                    yield Problem(f"{key}: {error.message}", error.hint, key=key)
