@@ -21,6 +21,7 @@ from trainctl.data.mixture import SourceLength, plan_data
 from trainctl.data.packing import packed_token_count
 from trainctl.data.streaming.corpora import check_shard_caches
 from trainctl.data.tasks import PreparationProgress
+from trainctl.data.teacher_store import check_teacher
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plans.derive import is_counted_in_epochs
@@ -71,6 +72,7 @@ def build_plan_corpora(
             f"{tokenizer.vocab_size} ids",
             hint=f"model.vocab_size={-(-tokenizer.vocab_size // 64) * 64}",
         )
+    check_teacher(config, tokenizer)
     corpora = build_corpora(
         config, tokenizer, TokenizingProgress(show), notify, users_folder=users_folder
     )

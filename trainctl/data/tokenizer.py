@@ -140,6 +140,11 @@ class FileTokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return the ids of all tokens, special ones included, by their text."""
+        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return found
+
     def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=not with_special))
 

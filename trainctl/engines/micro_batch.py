@@ -70,6 +70,7 @@ class MicroBatch:
                 name: getattr(self, name).pin_memory()
                 for name in ("input_ids", "labels", "position_ids", "document_ids")
             },
+            stored={name: rows.pin_memory() for name, rows in self.stored.items()},
         )
 
     def model_inputs(

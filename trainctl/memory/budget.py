@@ -34,6 +34,7 @@ from trainctl.memory.host import (
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.rank import Components, fullest_phase
 from trainctl.memory.stages import Stage, pipeline_stages, stages_from_anatomy
+from trainctl.memory.teacher import store_notes, teacher_phase
 from trainctl.memory.traced import TracedModel, block_on_tensor_rank
 from trainctl.options.precision import precision_of
 from trainctl.plans.mixture import largest_batches
@@ -238,9 +239,11 @@ def _device_budget(
 ) -> DeviceBudget:
     runtime, fragmentation = runtime_range(sketch), expected_fragmentation(sketch)
     phases = function_of("engine", sketch.config.engine.kind, "phases")
+    teacher = teacher_phase(sketch, runtime.usual)
     budgets = [
         StageBudget(
-            pipeline_stage=stage.index, moments=phases(sketch, engine, stage, runtime.usual)
+            pipeline_stage=stage.index,
+            moments={**teacher, **phases(sketch, engine, stage, runtime.usual)},
         )
         for stage in held
     ]
@@ -324,7 +327,7 @@ def _budget_notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
             f"Up to {config.checkpoint.keep} of the checkpoints on disk wait for checkpoint.mirror "
             "while it cannot be reached."
         )
-    return notes
+    return [*notes, *store_notes(plan)]
 
 
 def runtime_range(plan: LayoutPlan) -> Range:

@@ -17,6 +17,7 @@ from trainctl.memory.constants import FUSED_HEAD_GRADIENT_BYTES, LOGIT_BYTES, Lo
 from trainctl.memory.engine import EngineMemory, Group
 from trainctl.memory.stages import Stage
 from trainctl.options.activation_checkpointing import recomputing_section
+from trainctl.options.objective.distill import CHUNK_POSITIONS, DistillConfig
 from trainctl.plans.types import LayoutPlan
 
 
@@ -147,7 +148,7 @@ def rank_memory(
             traced=stage.traced,
             learning=stage.learning,
         ),
-        logit_bytes=logit_bytes or LOGIT_BYTES[compute_bytes(plan)],
+        logit_bytes=_distilled_logit_bytes(plan) or logit_bytes or LOGIT_BYTES[compute_bytes(plan)],
         resident=resident,
     )
 
@@ -180,7 +181,27 @@ def logits_bytes(rank: RankMemory, per_logit: int) -> int:
     if not rank.stage.has_head:
         return 0
     vocabulary = -(-rank.plan.config.model.vocab_size // rank.plan.mesh.tensor)
-    return loss_tokens(rank.plan) * vocabulary * per_logit
+    size = loss_tokens(rank.plan) * vocabulary * per_logit
+    if isinstance(rank.plan.config.objective, DistillConfig):
+        # Scores, the scores of other tokens, and two exponentials (train/objectives/distillation).
+        size += chunk_logit_bytes(rank.plan, copies=4)
+    return size
+
+
+def _distilled_logit_bytes(plan: LayoutPlan) -> LogitBytes | None:
+    """Return the bytes per logit of distillation: of the logits and of their gradients, one by the
+    teacher and one by the labels; None for another objective.
+    """
+    config, element = plan.config.objective, compute_bytes(plan)
+    if not isinstance(config, DistillConfig):
+        return None
+    return LogitBytes(forward=element, backward=element * (3 if config.label_weight else 2))
+
+
+def chunk_logit_bytes(plan: LayoutPlan, copies: int) -> int:
+    """Return the bytes of fp32 copies of the logits of one chunk of positions in distillation."""
+    positions = min(tokens_per_rank(plan), CHUNK_POSITIONS)
+    return copies * FP32 * positions * -(-plan.config.model.vocab_size // plan.mesh.tensor)
 
 
 def fused_head_bytes(rank: RankMemory) -> int:

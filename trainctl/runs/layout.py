@@ -11,6 +11,7 @@ RUN/
   steps/                 attempt-N.csv: the steps of an attempt, a row each
   corpus/                tokenized documents of `data.factory`; others are in the cache
   reference.npz          reference log-probabilities of preference pairs, from the initial weights
+  teacher.json           teacher of a distillation, and the folder of its log-probabilities
   checkpoints/           committed checkpoints `step-00000040/`, and the pointer `latest`
   loggers/               NAME.json: progress of each logger of `logging.to`, of `alerts`, and of
                          `mirror` (`checkpoint.mirror`); NAME.log: its output
@@ -168,6 +169,10 @@ class RunPaths:
     @property
     def reference(self) -> Path:
         return self.root / "reference.npz"
+
+    @property
+    def teacher(self) -> Path:
+        return self.root / "teacher.json"
 
     @property
     def checkpoints(self) -> Path:

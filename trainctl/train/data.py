@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,14 @@ from trainctl.options.data import SampleKind, spec_of
 from trainctl.options.objective import RECORDS, objective_of
 from trainctl.plans.mixture import StagedBatches, sources_of, stages_of_plan
 from trainctl.plans.types import Batch, RunPlan
+
+
+class Rows(Protocol):
+    """A row for each sample, in memory or read when it is indexed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: npt.NDArray[np.int64], /) -> npt.NDArray[Any]: ...
 
 
 class PackedDataset:
@@ -50,12 +58,13 @@ class PackedDataset:
         **how: Any,
     ) -> None:
         self._samples = SampleReader(corpus, split, sequence_length, **how)
+        self.sequence_length = sequence_length
         self._how = {
             "is_masked": mask_documents,
             "is_record": is_record,
             "counts_records": counts_records,
         }
-        self.stored: dict[str, npt.NDArray[Any]] = {}
+        self.stored: dict[str, Rows] = {}
         """Arrays of `Objective.stored` by name, with a row for each sample, once they are known."""
         self.num_samples = self._samples.num_samples
         self.read, self.pieces = self._samples.read, self._samples.pieces
@@ -64,14 +73,21 @@ class PackedDataset:
         """Return the samples at `indices`; index -1 gives a sample without labels (padding)."""
         rows = self.read(indices)
         rows.ignored[indices < 0] = True
-        return self.batch_of(rows, indices)
+        return self.batch_of(rows, indices, self.stored_rows(np.maximum(indices, 0)))
 
-    def batch_of(self, rows: SampleBatch, indices: npt.NDArray[np.int64]) -> MicroBatch:
-        """Return a micro-batch of samples that were read, with the stored arrays' rows."""
+    def stored_rows(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+        """Return the rows of the stored arrays by name, (samples, ...)."""
+        return {name: each[indices] for name, each in self.stored.items() if len(each)}
+
+    def batch_of(
+        self,
+        rows: SampleBatch,
+        indices: npt.NDArray[np.int64],
+        stored: Mapping[str, npt.NDArray[Any]],
+    ) -> MicroBatch:
+        """Return a micro-batch of samples that were read, with their stored rows."""
         batch = _micro_batch(rows, indices, **self._how)
-        places = np.maximum(indices, 0)
-        stored = {n: torch.from_numpy(each[places]) for n, each in self.stored.items() if len(each)}
-        return replace(batch, stored=stored)
+        return replace(batch, stored={name: torch.from_numpy(r) for name, r in stored.items()})
 
 
 def _micro_batch(
@@ -198,11 +214,15 @@ class TrainingData:
     ) -> MicroBatch:
         rows = SampleBatch.empty(len(indices), length)
         dataset = next(iter(self.datasets.values()))
+        stored: dict[str, npt.NDArray[Any]] = {}
         for source in np.unique(sources):
             dataset = self.datasets[self.order.names[source], length]
             mine = np.flatnonzero(sources == source)
             rows.put(mine, dataset.read(indices[mine], epochs[mine]))
-        return dataset.batch_of(rows, indices)  # records have one source (TC393)
+            for name, own in dataset.stored_rows(indices[mine]).items():
+                empty = np.empty((len(indices), *own.shape[1:]), own.dtype)
+                stored.setdefault(name, empty)[mine] = own
+        return dataset.batch_of(rows, indices, stored)  # records have one source (TC393)
 
 
 def _prefetched_streams(

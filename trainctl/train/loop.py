@@ -223,7 +223,7 @@ def train_rank(plan: RunPlan, run: RunPaths, attempt: int, heartbeat: Heartbeat)
     process = engine_backend(plan).start_process(plan)
     heartbeat.beat(Phase.start, doing="building the model and its engine")
     try:
-        session = assemble(plan, run, process)
+        session = assemble(plan, run, process, partial(heartbeat.beat, Phase.start, None))
         events = EventWriter(run.events, attempt) if process.is_first else None
         Trainer(session, events, heartbeat, attempt=attempt).train()
     except RuntimeError as error:

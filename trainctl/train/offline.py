@@ -190,9 +190,11 @@ def _evaluate(
     from trainctl.data.corpora import unigram_entropy
     from trainctl.data.prepare import load_run_corpora
     from trainctl.options.objective import REFERENCE, objective_of
+    from trainctl.options.objective.distill import TEACHER
     from trainctl.train.data import held_out_data
     from trainctl.train.evaluation import evaluate_sources
     from trainctl.train.models.loaded import load
+    from trainctl.train.objectives.distillation import attach_saved_teacher, sides_of
     from trainctl.train.objectives.preferences import attach_saved_reference
 
     corpora = load_run_corpora(plan, run)
@@ -200,6 +202,8 @@ def _evaluate(
     objective = objective_of(plan.config.objective)
     if REFERENCE in objective.stored:
         attach_saved_reference(run, corpora, datasets)
+    if TEACHER in objective.stored:
+        attach_saved_teacher(plan, run, sides_of(corpora, datasets))
     samples = arguments.samples or plan.config.training.evaluation_samples
     if samples == 0 or not any(dataset.num_samples for dataset in datasets.values()):
         raise TrainctlError(

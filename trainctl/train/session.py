@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from trainctl.train.models.model import (
 from trainctl.train.models.recompute import wrap_blocks
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import loss_of
+from trainctl.train.objectives.distillation import attach_teacher, sides_of
 from trainctl.train.objectives.loss import LanguageModel
 from trainctl.train.optimizers import own_optimizer, parameter_groups
 from trainctl.train.parallel.experts import keep_local_experts
@@ -148,10 +149,15 @@ class Session:
         self.learning_rate.restore(manifest.get("learning_rate", {}), rewound=rewound)
 
 
-def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
+Tell = Callable[[str], None]
+
+
+def assemble(
+    plan: RunPlan, run: RunPaths, process: Process, tell: Tell = lambda _: None
+) -> Session:
     """Build this rank's model, engine and data, at the newest checkpoint if the run has one.
 
-    All ranks call it together.
+    All ranks call it together. `tell` receives what this rank is doing.
     """
     config, room = plan.config, engine_backend(plan)
     plan = room.settle_plan(plan, run, process)
@@ -159,6 +165,9 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
     checkpoint = _newest_checkpoint(run, process, corpora)
     progress = checkpoint.progress if checkpoint else RunProgress()
     mesh = join_mesh(plan.mesh, process.rank, process.timeout)
+    training = TrainingData.of(plan, corpora, data_rank=mesh.data.index, data_size=mesh.data.size)
+    held_out = held_out_data(plan, corpora)
+    attach_teacher(plan, run, process, sides_of(corpora, held_out, training), tell)
     part = _make_model_part(plan, run, process, mesh, checkpoint)
     engine = room.build(_make_job(plan, process, mesh, part))
     state = OptimizerState(engine, config.optimizer)
@@ -171,7 +180,6 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
             engine.loss_scale.restore(checkpoint.manifest.get("loss_scale", {}))
     manifest = dict(checkpoint.manifest) if checkpoint else {}
     manifest.pop("fragments", None)
-    data_rank, data_size = mesh.data.index, mesh.data.size
     session = Session(
         plan=plan,
         run=run,
@@ -182,8 +190,8 @@ def assemble(plan: RunPlan, run: RunPaths, process: Process) -> Session:
         engine=engine,
         state=state,
         buffers=part.buffers,
-        training=TrainingData.of(plan, corpora, data_rank=data_rank, data_size=data_size),
-        held_out=held_out_data(plan, corpora),
+        training=training,
+        held_out=held_out,
         progress=progress,
         gradients=Gradients(engine, process, config),
         average=average,
@@ -283,7 +291,7 @@ def _make_job(plan: RunPlan, process: Process, mesh: ProcessMesh, part: _ModelPa
             tied = tied_weight(model, mesh.pipeline)
     else:
         vocabulary = vocabulary_of(model, mesh.tensor)
-        objective = loss_of(config.objective)
+        objective = loss_of(config.objective, vocabulary)
         module = LanguageModel(model, vocabulary, config.kernels, z_loss, part.routers, objective)
     return Job(
         plan=plan,

@@ -40,6 +40,7 @@ from trainctl.models.tensors import (
 from trainctl.models.tokenizer_files import TokenizerFacts, read_chat_template
 from trainctl.options.adapter import low_rank
 from trainctl.options.data import SampleKind, spec_of
+from trainctl.options.objective.distill import DistillConfig
 from trainctl.options.tokenizer import spec_of as tokenizer_of
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.shapes import all_tensors
@@ -383,7 +384,7 @@ def _bytes_for_other_models(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-NO_TOKENIZER, NO_TEMPLATE = "TC073", "TC367"
+NO_TOKENIZER, NO_TEMPLATE, NO_TEACHER = "TC073", "TC367", "TC471"
 
 
 def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding]:
@@ -397,12 +398,28 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
         return findings  # only trainctl's trainer needs corpus and tokenizer
     findings += [*check_text(config), *check_quality_inputs(config)]
     findings += [*_without_tokenizer(config), *_without_template(config)]
+    findings += _without_teacher(config)
     findings += [
         Finding(rule=MISSING, key=key, message=f"{path} does not exist")
         for key, path in _paths(config)
         if not Path(path).expanduser().exists()
     ]
     return findings
+
+
+def _without_teacher(config: RunConfig) -> Iterator[Finding]:
+    """Find a distillation without a teacher and without a folder of log-probabilities."""
+    section = config.objective
+    if isinstance(section, DistillConfig) and not (
+        section.teacher or section.teacher_log_probabilities
+    ):
+        yield Finding(
+            rule=NO_TEACHER,
+            key="objective.teacher",
+            message="objective.kind=distill needs a teacher",
+            hint="objective.teacher=DIR (transformers directory, run or checkpoint); or "
+            "objective.teacher_log_probabilities=DIR, where another run has stored them",
+        )
 
 
 def _without_tokenizer(config: RunConfig) -> Iterator[Finding]:
@@ -459,3 +476,5 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "tokenizer.path", config.tokenizer.path
     if config.model.initial_weights:
         yield "model.initial_weights", config.model.initial_weights
+    if isinstance(config.objective, DistillConfig) and config.objective.teacher:
+        yield "objective.teacher", config.objective.teacher

@@ -19,8 +19,10 @@ from trainctl.config.schema import (
 from trainctl.errors import TrainctlError
 from trainctl.options.data import SampleKind
 from trainctl.options.data import spec_of as data_spec_of
+from trainctl.options.data.stream import StreamConfig
 from trainctl.options.limits import never_value, only_value
 from trainctl.options.objective import objective_of
+from trainctl.options.objective.distill import DistillConfig
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.options.reward import RewardsConfig
 from trainctl.options.reward.function import FunctionRewardConfig
@@ -270,6 +272,49 @@ def _unsafe_records(config: RunConfig) -> Iterator[Problem]:
             "data.on_too_long=drop or error",
             key="data.on_too_long",
         )
+
+
+@rule(
+    "TC470",
+    "objective.top_k",
+    "data.kind",
+    "*.fim_rate",
+    example="recipe=tiny objective=distill objective.top_k=100000",
+)
+def teacher_is_stored_once(draft: Draft) -> Iterator[Problem]:
+    """A teacher's log-probabilities are of tokens and samples that stay the same.
+
+    They are stored once for each sample. So a sample may not change from epoch to epoch (infilling)
+    or be fetched while training (data=stream), and there are at most as many tokens as the
+    vocabulary has.
+
+    Fix: Use data whose samples stay, and a smaller objective.top_k.
+    """
+    config, objective = draft.config, draft.config.objective
+    if not isinstance(objective, DistillConfig) or not config.trains_itself:
+        return
+    if objective.top_k > config.model.vocab_size:
+        yield Problem(
+            f"objective.top_k={objective.top_k:,} is more than model.vocab_size="
+            f"{config.model.vocab_size:,}",
+            f"objective.top_k={config.model.vocab_size} stores whole distributions",
+        )
+    for name, section in sources_of(config.data).items():
+        at = f"data.sources.{name}" if config.data.sources else "data"
+        if isinstance(section, StreamConfig):
+            yield Problem(
+                f"{at}.kind=stream with {KEY}=distill: the teacher reads all samples before the "
+                "first step",
+                "prepare the same files on a disk (data=files)",
+                key=f"{at}.kind",
+            )
+        elif section.fim_rate:
+            yield Problem(
+                f"{at}.fim_rate={section.fim_rate:g} with {KEY}=distill: infilling makes other "
+                "samples in each epoch",
+                f"{at}.fim_rate=0",
+                key=f"{at}.fim_rate",
+            )
 
 
 OBJECTIVE_LIMITS = (

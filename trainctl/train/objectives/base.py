@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from trainctl.config.schema import ObjectiveConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.objective import ANSWERS, LOGITS, RECORDS, REFERENCE, objective_of
+
+if TYPE_CHECKING:
+    from trainctl.train.parallel.tensor import Vocabulary
 
 Measured = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 """Loss of each counted token or record, and measures of the same shape by name."""
@@ -62,6 +65,8 @@ class SeenLogits:
     labels: torch.Tensor
     """(samples, length); IGNORED_LABEL at positions that do not count."""
     beside: Beside
+    vocabulary: Vocabulary | None = None
+    """Split of the vocabulary over tensor ranks; None if it is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +116,9 @@ class ObjectiveLoss:
         reads: Model output that it is called with, as `Objective.reads`.
     """
 
-    def __init__(self, section: ObjectiveConfig) -> None:
+    def __init__(self, section: ObjectiveConfig, vocabulary: Vocabulary | None = None) -> None:
         spec = objective_of(section)
-        self.reads = spec.reads
+        self.reads, self._vocabulary = spec.reads, vocabulary
         self._sees_pairs, self._counts_records = spec.sees_pairs, spec.counts == RECORDS
         self._named = spec.measures_of(section)
         self._what = f"objective.kind={spec.name}"
@@ -157,7 +162,7 @@ class ObjectiveLoss:
     def _seen(self, output: torch.Tensor, labels: torch.Tensor, beside: Beside) -> Any:
         """Return what the objective's function is called with."""
         if self.reads == LOGITS:
-            return SeenLogits(output, labels, beside)
+            return SeenLogits(output, labels, beside, self._vocabulary)
         is_counted = labels != IGNORED_LABEL
         tokens = SeenTokens(output.masked_fill(~is_counted, 0.0), is_counted, beside)
         return SeenPairs.of(tokens) if self._sees_pairs else tokens
@@ -169,6 +174,6 @@ class ObjectiveLoss:
         return kept if kept.dim() == 1 else kept.sum(dim=1)
 
 
-def loss_of(section: ObjectiveConfig) -> ObjectiveLoss | None:
+def loss_of(section: ObjectiveConfig, vocabulary: Vocabulary | None = None) -> ObjectiveLoss | None:
     """Return the loss of an objective; None for next-token prediction, the model's own."""
-    return ObjectiveLoss(section) if objective_of(section).build else None
+    return ObjectiveLoss(section, vocabulary) if objective_of(section).build else None
