@@ -13,6 +13,7 @@ PEAKS = {
     "sft-8b-full-8x80g": 45.5,
     "sft-70b-lora-8x80g": 34.4,
     "sft-70b-qlora-1x80g": 44.8,
+    "distill-1b-8x80g": 23.7,
 }
 """Peak of each recipe on one device, in GiB."""
 

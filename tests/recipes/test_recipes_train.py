@@ -1,7 +1,7 @@
 """Every shipped recipe trains, with its own settings, when it is shrunk to this machine.
 
 On ranks that are forked, as in `tests/train`: what a launch adds is the same for all of them. The
-one for NVMe is launched in `tests/e2e/test_runs.py`.
+one for NVMe is launched in `tests/e2e/test_runs.py`; of the two that distill, the tiny one trains.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rank_processes import Case, curve, train_cases
 from whole_recipes import WHOLE
 
@@ -17,6 +18,7 @@ from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
+from trainctl.train.models.model import skeleton
 
 SMALL = (
     "model=tiny-llama",
@@ -49,11 +51,16 @@ FITTED = {
 """Overrides that fit a recipe to the small model and few processes; other recipes train on two."""
 
 
-NAMES = [name for name in WHOLE if name != "7b-zero3-nvme"]
+NAMES = [name for name in WHOLE if name not in ("7b-zero3-nvme", "distill-1b-8x80g")]
 
 
 def data_of(name: str, folder: Path) -> list[str]:
     """Return the data overrides of a recipe: text that every machine has, or generated pairs."""
+    if name == "distill-tiny":
+        model = skeleton(compose([f"recipe={name}", *SMALL]).config.model, torch.float32)
+        type(model)(model.config).save_pretrained(folder / "teacher")
+        teacher = f"objective.teacher={folder / 'teacher'}"
+        return ["data=stdlib", "data.max_bytes=20000", teacher]
     if name != "dpo-8b-lora":
         return ["data=stdlib", "data.max_bytes=1000000"]
     pairs = folder / "pairs.jsonl"

@@ -26,7 +26,7 @@ from trainctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import budget
-from trainctl.options.objective.distill import Divergence, row_bytes
+from trainctl.options.objective.distill import DivergenceKind, row_bytes
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
@@ -99,7 +99,7 @@ def stored_rows(logits: torch.Tensor, k: int, temperature: float = 1.0) -> torch
 
 
 def loss_of(kind, teacher, student, labels, k, **keys):
-    section = new_section("objective", "distill", divergence=Divergence(kind), top_k=k, **keys)
+    section = new_section("objective", "distill", divergence=DivergenceKind(kind), top_k=k, **keys)
     stored = {"teacher": stored_rows(teacher, k, keys.get("temperature", 1.0))}
     beside = {"documents": torch.zeros_like(labels), "stored": stored}
     return ObjectiveLoss(section)(student, labels, beside)

@@ -15,7 +15,7 @@ teacher over all samples computes before the first step.
 """
 
 
-class Divergence(Enum):
+class DivergenceKind(Enum):
     """Divergence between the teacher's distribution p and the student's q."""
 
     forward_kl = "forward_kl"
@@ -52,8 +52,8 @@ class DistillConfig(ObjectiveConfig):
     store_as: StoredValues = option(
         StoredValues.fp16, "Number format of the stored log-probabilities: fp16 or fp32."
     )
-    divergence: Divergence = option(
-        Divergence.forward_kl,
+    divergence: DivergenceKind = option(
+        DivergenceKind.forward_kl,
         "forward_kl is KL(teacher || student), reverse_kl is KL(student || teacher), jsd the "
         "generalized Jensen-Shannon divergence (arXiv:2306.13649).",
     )
@@ -62,7 +62,7 @@ class DistillConfig(ObjectiveConfig):
         "Weight of the teacher in the mixture of jsd.",
         minimum=0.01,
         maximum=0.99,
-        needs=(lambda s: s.divergence is Divergence.jsd, "objective.divergence=jsd"),
+        needs=(lambda s: s.divergence is DivergenceKind.jsd, "objective.divergence=jsd"),
     )
     temperature: float = option(
         1.0, "Temperature of both distributions; the labels' loss has none.", above=0

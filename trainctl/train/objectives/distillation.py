@@ -37,7 +37,7 @@ from trainctl.options.objective.distill import (
     CHUNK_POSITIONS,
     TEACHER,
     DistillConfig,
-    Divergence,
+    DivergenceKind,
 )
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import RunPlan
@@ -93,11 +93,11 @@ def divergence(config: DistillConfig, teacher: torch.Tensor, student: torch.Tens
     (1 - beta) KL(q || m) with the mixture m = beta p + (1 - beta) q.
     """
     match config.divergence:
-        case Divergence.forward_kl:
+        case DivergenceKind.forward_kl:
             return _kl(teacher, student)
-        case Divergence.reverse_kl:
+        case DivergenceKind.reverse_kl:
             return _kl(student, teacher)
-        case Divergence.jsd:
+        case DivergenceKind.jsd:
             beta = teacher.new_tensor(config.beta)
             mixture = torch.logaddexp(teacher + beta.log(), student + torch.log1p(-beta))
             return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
