@@ -51,7 +51,7 @@ def activations(session: Session) -> dict[str, torch.Tensor]:
     batch = session.held_out[SINGLE_SOURCE].micro_batch(np.arange(number))
     model: Any = session.engine.deepspeed.module.model
     with inference(session.engine.module), _watched(model) as outputs:
-        session.engine.score(batch)
+        session.engine.output(batch)
     return outputs
 
 

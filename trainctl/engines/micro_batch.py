@@ -35,6 +35,10 @@ class MicroBatch:
     """
     stored: dict[str, torch.Tensor] = field(default_factory=dict)
     """Rows of the arrays in `Objective.stored`, (samples, ...), by name."""
+    gradient: torch.Tensor | None = None
+    """Gradient of the global batch's summed loss with respect to this micro-batch's features, in
+    the second pass of an objective with two; None before it.
+    """
 
     @classmethod
     def of_context(cls, ids: list[int], *, samples: int = 1) -> MicroBatch:
@@ -109,7 +113,13 @@ class MicroBatch:
             "documents": there(self.document_ids),
             "targets": None if self.targets is None else there(self.targets),
             "stored": {name: there(rows) for name, rows in self.stored.items()},
+            "gradient": self.gradient,
         }
+
+    @property
+    def has_labels(self) -> torch.Tensor:
+        """Whether each sample has a label, (samples,); padding of an evaluation has none."""
+        return (self.labels != IGNORED_LABEL).any(dim=1)
 
     @property
     def num_labels(self) -> int:
@@ -118,8 +128,7 @@ class MicroBatch:
     @property
     def num_counted(self) -> int:
         """Number of labels, or of samples with a label: the loss is a mean over them."""
-        has_label = self.labels != IGNORED_LABEL
-        return int((has_label.any(dim=1) if self.counts_records else has_label).sum())
+        return int(self.has_labels.sum()) if self.counts_records else self.num_labels
 
 
 def document_lengths(positions: torch.Tensor, device: torch.device) -> dict[str, Any]:

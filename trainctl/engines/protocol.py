@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import Packing
+from trainctl.engines.first_pass import FirstPass
 from trainctl.engines.micro_batch import MicroBatch, StepSums
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.shards import (
@@ -32,6 +33,13 @@ from trainctl.engines.stopwatch import Stopwatch
 from trainctl.options.objective import objective_of
 from trainctl.plans.types import Batch, RunPlan
 from trainctl.runs.layout import RunPaths
+
+
+@contextmanager
+def _same_randomness(device: torch.device) -> Iterator[None]:
+    """Run the block, and let what follows draw the same random numbers (dropout)."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
 
 
 class Updater:
@@ -287,7 +295,14 @@ class Engine(ABC):
             The mean loss over the labels (or records) of the global batch, and their number.
         """
         num_labels = self._num_labels(batches)
-        own = self.run(batches, max(1.0, num_labels)).tolist()
+        if self.objective.passes == 1:
+            own = self.run(batches, max(1.0, num_labels)).tolist()
+        else:
+            with self.times.part("forward"), _same_randomness(self._process.device):
+                first = self._first_pass(batches)
+            self.run(first.with_gradients(batches), max(1.0, num_labels))
+            loss, *measures = first.sums()
+            own = [loss, 0.0, *measures]
         self.summed_loss = own[0]
         # The ranks of a tensor group all hold the same sums: only the first one counts.
         summed = self._process.sum(*(own if self.mesh.tensor.is_first else [0.0] * len(own)))
@@ -297,6 +312,10 @@ class Engine(ABC):
         section = self._plan.config.objective
         self.measures = self.objective.record(section, summed[2:], num_labels)
         return loss, num_labels
+
+    def _first_pass(self, batches: Sequence[MicroBatch]) -> FirstPass:
+        module: Any = self._trained
+        return FirstPass.of(batches, self.output, module.objective.whole, self.mesh.data)
 
     def _num_labels(self, batches: Sequence[MicroBatch]) -> float:
         """Return the number of labels (or records) in the global batch."""
@@ -351,13 +370,32 @@ class Engine(ABC):
         """Continue after `step` steps; a checkpoint's optimizer state is already loaded."""
 
     @abstractmethod
-    def score(self, batch: MicroBatch) -> tuple[float, ...]:
+    def output(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the summed loss of a forward pass; the features if the objective has two passes
+        and this is the first one.
+        """
+
+    def score(self, batches: Sequence[MicroBatch]) -> tuple[float, ...]:
         """Return the summed loss, the number of labels (or records), and the objective's summed
         measures.
 
         All cover the labels (or records) that this rank counts. Summed over all ranks, they cover
-        the batches of all data-parallel ranks.
+        the batches of all data-parallel ranks. To an objective with two passes, these batches are a
+        global batch.
         """
+        if self.objective.passes == 1:
+            each = [self._score(batch) for batch in batches]
+            found = tuple(sum(column) for column in zip(*each, strict=True))
+        else:
+            loss, *measures = self._first_pass(batches).sums()
+            found = loss, sum(batch.num_counted for batch in batches), *measures
+        return found if self.mesh.tensor.is_first else (0.0,) * len(found)
+
+    def _score(self, batch: MicroBatch) -> tuple[float, ...]:
+        """Return the sums of `score` for one micro-batch."""
+        loss = float(self.output(batch))
+        own = batch.part(self.mesh.sequence.index, self.mesh.sequence.size)
+        return loss, own.num_counted, *self.measured().sum(dim=0).tolist()
 
     def measured(self) -> torch.Tensor:
         """Return the objective's measures per sample of the last pass, (samples, names), fp64."""

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.models.anatomy import Role
+from trainctl.options.objective import objective_of
 from trainctl.plans.shapes import (
     all_tensors,
     anatomy,
@@ -64,8 +65,20 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 def flops_of_run(config: RunConfig, sequence_length: int) -> int:
     """Return the floating point operations of a run per token, less those saved by frozen weights.
 
+    An objective with two passes runs the forward pass twice, on any layout.
+
     `sequence_length` is the number of tokens that attend to each other.
     """
+    model = config.model
+    if objective_of(config.objective).passes == 2:
+        return (
+            _trained_flops(config, sequence_length) + flops_per_token(model, sequence_length) // 3
+        )
+    return _trained_flops(config, sequence_length)
+
+
+def _trained_flops(config: RunConfig, sequence_length: int) -> int:
+    """Return the floating point operations of forward and backward pass per token."""
     model = config.model
     if not is_partial(config):
         return flops_per_token(model, sequence_length)

@@ -6,6 +6,7 @@ next token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.models.tokenizer_files import end_ids
 from trainctl.options.data._records import TemplateConfig
 from trainctl.options.data.chat import ChatConfig
+from trainctl.options.objective import objective_of
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
+from trainctl.plans.types import RunPlan
 from trainctl.train.data import PackedDataset
 
-Score = Callable[[MicroBatch], tuple[float, ...]]
-"""Function from a micro-batch to its summed loss, the number of labels (or records) that the loss
+Score = Callable[[Sequence[MicroBatch]], tuple[float, ...]]
+"""Function from micro-batches to their summed loss, the number of labels (or records) that the loss
 is summed over, and the sums of the objective's measures.
 """
 
@@ -85,7 +88,8 @@ def evaluate_sources(
         record: Function from the sums of the objective's measures and the number of labels (or
             records) to what is recorded.
         progress: Called with the samples done and their total over all sources.
-        how: Further arguments of `evaluate`.
+        how: Further arguments of `evaluate`, and `micro_batches` of a rank that are scored
+            together.
     """
     counts = {name: min(num_samples, data.num_samples) for name, data in datasets.items()}
     whole, before = sum(counts.values()), 0
@@ -106,6 +110,16 @@ def evaluate_sources(
     total, number, *measured = (sum(column) for column in zip(*sums.values(), strict=True))
     of_each = {name: loss / labels for name, (loss, labels, *_) in sums.items()}
     return HeldOutLoss(total / number, of_each, whole, record(measured, number))
+
+
+def scored_together(plan: RunPlan) -> int:
+    """Return the number of micro-batches of a rank that are scored together.
+
+    If the loss of a record depends on the others in its batch, an evaluation batch has as many
+    consecutive samples as the global batch.
+    """
+    has_two_passes = objective_of(plan.config.objective).passes == 2
+    return plan.batch.gradient_accumulation_steps if has_two_passes else 1
 
 
 def evaluate(
@@ -158,6 +172,7 @@ def _sum_over_samples(
     count: int,
     *,
     micro_batch_size: int,
+    micro_batches: int = 1,
     data_rank: int = 0,
     data_size: int = 1,
     sum_over_ranks: Callable[..., list[float]],
@@ -165,12 +180,13 @@ def _sum_over_samples(
 ) -> list[float]:
     """Return sums over the first `count` samples and all ranks: loss, labels, measures."""
     found = []
-    for start in range(0, count, micro_batch_size * data_size):
+    shape = micro_batches, data_size, micro_batch_size
+    for start in range(0, count, math.prod(shape)):
         progress(start, count)
-        first = start + data_rank * micro_batch_size
-        indices = np.arange(first, first + micro_batch_size)
-        batch = dataset.micro_batch(np.where(indices < count, indices, -1))
-        found.append(score(batch))
+        indices = start + np.arange(math.prod(shape)).reshape(shape)
+        indices = indices[indices[:, 0, 0] < count]  # the same number of passes on every rank
+        own = np.where(indices < count, indices, -1)[:, data_rank]
+        found.append(score([dataset.micro_batch(each) for each in own]))
     progress(count, count)
     return sum_over_ranks(*(sum(column) for column in zip(*found, strict=True)))
 

@@ -128,7 +128,7 @@ def _find_bad_module(session: Session, batches: Sequence[MicroBatch]) -> NotFini
     try:
         with inference(engine.module):
             for batch in batches:
-                engine.score(batch)
+                engine.output(batch)
     finally:
         for hook in hooks:
             hook.remove()

@@ -192,7 +192,7 @@ def _evaluate(
     from trainctl.options.objective import REFERENCE, objective_of
     from trainctl.options.objective.distill import TEACHER
     from trainctl.train.data import held_out_data
-    from trainctl.train.evaluation import evaluate_sources
+    from trainctl.train.evaluation import evaluate_sources, scored_together
     from trainctl.train.models.loaded import load
     from trainctl.train.objectives.distillation import attach_saved_teacher, sides_of
     from trainctl.train.objectives.preferences import attach_saved_reference
@@ -220,6 +220,7 @@ def _evaluate(
             num_samples=samples,
             record=partial(objective.record, plan.config.objective),
             micro_batch_size=plan.batch.micro_batch_size,
+            micro_batches=scored_together(plan),
             progress=lambda done, total: progress("evaluating", done, total),
         )
     assert found is not None

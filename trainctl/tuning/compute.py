@@ -101,12 +101,13 @@ def trained_share(config: RunConfig) -> TrainedShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTime:
-    """Seconds per micro-batch in one block: forward plus backward pass (`both`), and its
-    recomputation (`again`).
+    """Seconds per micro-batch in one block: forward plus backward pass (`both`), its recomputation
+    (`again`), and the forward pass alone.
     """
 
     both: float
     again: float
+    forward: float
 
 
 def block_time(
@@ -142,6 +143,7 @@ def block_time(
     return BlockTime(
         both=forward + train.blocks * backward,
         again=train.blocks * (traffic if keeps else forward),
+        forward=forward,
     )
 
 

@@ -20,6 +20,7 @@ from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputing_section
+from trainctl.options.objective import objective_of
 from trainctl.options.optimizer import spec_of
 from trainctl.options.precision import precision_of
 from trainctl.plans import shapes
@@ -187,6 +188,8 @@ def step_time(plan: LayoutPlan) -> StepTime:
     activation = tokens * config.model.hidden_size * element
     again = 0.0 if checkpointing_of(config.activation_checkpointing).keeps_products else 1.0
 
+    first = objective_of(config.objective).passes - 1  # forward passes before the one of the step
+
     # All-reduces after attention and the feed-forward layer, and as many in the backward pass.
     in_tensor = links.all_reduce(activation, links.tensor)
     # Ulysses: all-to-all of queries, keys, values and the result.
@@ -200,6 +203,7 @@ def step_time(plan: LayoutPlan) -> StepTime:
     for blocks, has_embedding, has_head in sorted(alike):
         wrapped = _recomputed_blocks(config, blocks)
         compute = blocks * block.both + (head if has_head else 0.0)
+        compute += first * (blocks * block.forward + (head / 3 if has_head else 0.0))
         recompute = wrapped * block.again
         parameters = stage_parameters(config.model, blocks, mesh.tensor, has_embedding, has_head)
         gather, reduce = _gathering_seconds(plan, links, parameters, compute + recompute)
@@ -207,9 +211,9 @@ def step_time(plan: LayoutPlan) -> StepTime:
         one = StepTime(
             compute=compute,
             recompute=recompute,
-            tensor=in_tensor * (4 * blocks + 2 * again * wrapped),
+            tensor=in_tensor * ((4 + 2 * first) * blocks + 2 * again * wrapped),
             sequence=in_sequence * (2 * blocks + again * wrapped),
-            gather=gather,
+            gather=gather * (1 + first / 2),
             reduce=reduce,
             transfer=transfer,
             offload=_offloaded_activations(plan, links, wrapped, activation),

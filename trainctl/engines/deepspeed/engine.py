@@ -240,7 +240,7 @@ class DeepSpeedEngine(Engine):
         sums = StepSums(self._process.device)
         for index, batch in enumerate(batches):
             with self.times.part("forward"):
-                loss = self.deepspeed(*self._arguments(batch))
+                loss = self.output(batch)
             with self.times.part("backward"):
                 self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
                 sums.add(loss, self.deepspeed.module)
@@ -272,10 +272,9 @@ class DeepSpeedEngine(Engine):
     def was_skipped(self) -> bool:
         return not self.deepspeed.was_step_applied()
 
-    def score(self, batch: MicroBatch) -> tuple[float, ...]:
-        loss = float(self.deepspeed(*self._arguments(batch)))
-        found = loss, batch.part(*self._part).num_counted, *self.measured().sum(dim=0).tolist()
-        return found if self.mesh.tensor.is_first else (0.0,) * len(found)
+    def output(self, batch: MicroBatch) -> torch.Tensor:
+        found: torch.Tensor = self.deepspeed(*self._arguments(batch))
+        return found
 
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
         inputs, labels, _ = self._arguments(batch)

@@ -120,13 +120,16 @@ class PipelineEngine(DeepSpeedEngine):
         # The instruction left out of the schedule; the engine's own `step` refuses stages.
         self.deepspeed._exec_optimizer_step()
 
-    def score(self, batch: MicroBatch) -> tuple[float, ...]:
+    def output(self, batch: MicroBatch) -> torch.Tensor:
         logits = self._forward(batch)
         if logits is None:
-            return 0.0, 0
-        # The ranks of a tensor group compute the loss together, and the first one counts it.
-        loss = self._stage.losses(logits, self._on_device(batch.labels))
-        return (float(loss), batch.num_labels) if self.mesh.tensor.is_first else (0.0, 0)
+            return torch.zeros(())
+        loss: torch.Tensor = self._stage.losses(logits, self._on_device(batch.labels))
+        return loss
+
+    def _score(self, batch: MicroBatch) -> tuple[float, ...]:
+        loss = float(self.output(batch))
+        return loss, batch.num_labels if self._pipeline.is_last else 0
 
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
         logits = self._forward(batch)

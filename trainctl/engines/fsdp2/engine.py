@@ -354,7 +354,7 @@ class Fsdp2Engine(Engine):
             reduces = is_last or self._settings.reduce_every_micro_batch
             self._root.set_requires_gradient_sync(reduces)
             with self.times.part("forward"):
-                loss = self._module(*self._arguments(batch))
+                loss = self.output(batch)
             with self.times.part("backward"):
                 (loss * scale).backward()
                 sums.add(loss, self._module)
@@ -375,9 +375,9 @@ class Fsdp2Engine(Engine):
     def norm_of_update(self) -> float | None:
         return self._norm
 
-    def score(self, batch: MicroBatch) -> tuple[float, ...]:
-        loss = float(self._module(*self._arguments(batch)))
-        return loss, batch.num_counted, *self.measured().sum(dim=0).tolist()
+    def output(self, batch: MicroBatch) -> torch.Tensor:
+        found: torch.Tensor = self._module(*self._arguments(batch))
+        return found
 
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
         inputs, *_ = self._arguments(batch)

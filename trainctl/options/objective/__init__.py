@@ -18,11 +18,11 @@ from trainctl.options.data import SampleKind
 TOKENS, RECORDS = "tokens", "records"
 """Values of `Objective.counts`."""
 
-LOG_PROBABILITIES, LOGITS, SCORES, EMBEDDINGS = (
+LOG_PROBABILITIES, LOGITS, SCORES, HIDDEN_STATES = (
     "log_probabilities",
     "logits",
     "scores",
-    "embeddings",
+    "hidden_states",
 )
 """Values of `Objective.reads`."""
 
@@ -69,8 +69,8 @@ class Objective(Spec):
     """`TOKENS`: every position with a label has the same weight. `RECORDS`: every sample has."""
     reads: str = LOG_PROBABILITIES
     """Model output that the loss is computed from. `LOG_PROBABILITIES`: of the labels. `LOGITS`: of
-    all positions. `SCORES`: of the head, at the last token of each document. `EMBEDDINGS`: hidden
-    states, pooled over each document.
+    all positions. `SCORES`: of the head, at the last token of each document. `HIDDEN_STATES`: the
+    last ones, of all positions, without a head.
     """
     head: Head | None = None
     """Head in place of the language model's; None keeps that."""

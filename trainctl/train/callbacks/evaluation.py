@@ -19,6 +19,7 @@ from trainctl.train.evaluation import (
     inference,
     prompts_of,
     sampled_ids,
+    scored_together,
 )
 from trainctl.train.learning_rate import LearningRate, Patience
 from trainctl.train.session import Session
@@ -76,6 +77,7 @@ class Evaluation(Callback):
                 num_samples=session.plan.config.training.evaluation_samples,
                 record=partial(session.engine.objective.record, session.plan.config.objective),
                 micro_batch_size=session.plan.batch.micro_batch_size,
+                micro_batches=scored_together(session.plan),
                 data_rank=session.training.data_rank,
                 data_size=session.training.data_size,
                 sum_over_ranks=session.process.sum,

@@ -85,7 +85,7 @@ class GradientNoiseScale(Callback):
         self._remove_hooks()
 
     def _begin_micro_batch(self, module: torch.nn.Module, inputs: Any) -> None:
-        if module.training:
+        if module.training and torch.is_grad_enabled():  # not an objective's first pass
             device = next(module.parameters()).device
             self._squares.append(torch.zeros((), dtype=torch.float64, device=device))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from trainctl.config.schema import AttentionKind
 from trainctl.engines.cpu_matmul import use_fp32_cpu_products
+from trainctl.engines.first_pass import FirstPass
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import low_rank
@@ -48,16 +49,28 @@ class LoadedModel:
     objective: ObjectiveLoss | None = None
     """Objective it was trained on; None for the next token."""
 
-    def score(self, batch: MicroBatch) -> tuple[float, ...]:
+    def score(self, batches: Sequence[MicroBatch]) -> tuple[float, ...]:
         """Return summed loss, counted positions and summed measures, as an engine does."""
+        counted = sum(batch.num_counted for batch in batches)
+        if self.objective is not None and self.objective.has_two_passes:
+            first = FirstPass.of(
+                batches, lambda batch: self._objective(batch)[0], self.objective.whole
+            )
+            loss, *measures = first.sums()
+            return loss, counted, *measures
+        losses, measured = zip(*map(self._objective, batches), strict=True)
+        sums = torch.cat(measured).double().sum(dim=0)
+        return sum(map(float, losses)), counted, *sums.tolist()
+
+    def _objective(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed loss (or the features), and each sample's measures."""
         labels = batch.labels.to(self.device)
         if self.objective is None:
-            return float(summed_cross_entropy(self.logits(batch), labels)), batch.num_counted
+            return summed_cross_entropy(self.logits(batch), labels), torch.zeros(len(labels), 0)
         inputs = self._inputs(batch)
         with _memory_errors(self.device):
             found = output_of(self.model, self.objective.reads, inputs, labels)
-        loss, measures = self.objective(found, labels, batch.objective_inputs(self.device))
-        return float(loss), batch.num_counted, *measures.double().sum(dim=0).tolist()
+        return self.objective(found, labels, batch.objective_inputs(self.device))
 
     def next_scores(self, ids: list[int]) -> torch.Tensor:
         """Return the logits of the token after `ids`, (vocabulary,) in fp32 on the CPU."""

@@ -19,7 +19,14 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.options.objective import ANSWERS, LOGITS, RECORDS, REFERENCE, objective_of
+from trainctl.options.objective import (
+    ANSWERS,
+    HIDDEN_STATES,
+    LOGITS,
+    RECORDS,
+    REFERENCE,
+    objective_of,
+)
 
 if TYPE_CHECKING:
     from trainctl.train.parallel.tensor import Vocabulary
@@ -40,6 +47,10 @@ class Beside:
     """Numbers of each record, (samples, k), fp32, NaN where absent."""
     stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Rows of `Objective.stored` by name, (samples, ...)."""
+    gradient: torch.Tensor | None = None
+    """Gradient of the global batch's loss with respect to the features, in the second pass of an
+    objective with two.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,17 @@ class SeenLogits:
     beside: Beside
     vocabulary: Vocabulary | None = None
     """Split of the vocabulary over tensor ranks; None if it is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenHiddenStates:
+    """Last hidden states of all positions."""
+
+    hidden: torch.Tensor
+    """(samples, length, width), in the model's type."""
+    is_counted: torch.Tensor
+    """Whether a position has a label, (samples, length)."""
+    beside: Beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +131,24 @@ class SeenPairs:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class WholeBatch:
+    """Features of all records of a global batch, in the order of their counters."""
+
+    features: torch.Tensor
+    """(records, ...), fp32, as `Objective.build` returns them for the samples of a micro-batch; the
+    second dimension may be padded with zeros.
+    """
+    is_counted: torch.Tensor
+    """Whether each record counts, (records,); others are padding of an evaluation."""
+
+
 class ObjectiveLoss:
     """Loss function of an objective.
 
     Attributes:
         reads: Model output that it is called with, as `Objective.reads`.
+        has_two_passes: Whether `whole` computes the loss, from the features of a first pass.
     """
 
     def __init__(self, section: ObjectiveConfig, vocabulary: Vocabulary | None = None) -> None:
@@ -122,13 +157,20 @@ class ObjectiveLoss:
         self._sees_pairs, self._counts_records = spec.sees_pairs, spec.counts == RECORDS
         self._named = spec.measures_of(section)
         self._what = f"objective.kind={spec.name}"
-        function: Callable[..., Measured] = function_of("objective", section.kind)
+        function: Callable[..., Any] = function_of("objective", section.kind)
         self._losses = partial(function, section)
+        self.has_two_passes = spec.passes == 2
+        if self.has_two_passes:
+            self._whole = partial(function_of("objective", section.kind, "whole"), section)
 
     def __call__(
         self, output: torch.Tensor, labels: torch.Tensor, beside: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss, and each sample's measures, (samples, names), without a gradient.
+
+        An objective with two passes has no measures here. In the first one its features are
+        returned instead of a loss; in the second one, a sum with the gradient that the loss of the
+        global batch has.
 
         Args:
             output: What the objective reads, as `trainctl.train.objectives.loss.output_of` returns
@@ -141,11 +183,35 @@ class ObjectiveLoss:
         """
         is_counted = labels != IGNORED_LABEL
         seen = self._seen(output, labels, Beside(**beside))
+        if self.has_two_passes:
+            features: torch.Tensor = self._losses(seen).float()
+            gradient = beside.get("gradient")
+            none = features.new_zeros(len(labels), 0)
+            return features if gradient is None else (features * gradient).sum(), none
         if self._counts_records:
             is_counted = seen.is_counted if isinstance(seen, SeenPairs) else is_counted.any(dim=1)
         losses, found = self._losses(seen)
         if isinstance(seen, SeenPairs):
             found = {**found, **dict(zip(ANSWERS, (seen.chosen, seen.rejected), strict=True))}
+        losses, measures = self._of_samples(losses, found, is_counted)
+        return losses.sum(), measures
+
+    def whole(
+        self, features: torch.Tensor, is_counted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the losses of all records of a global batch, (records,), and their measures.
+
+        Args:
+            features: (records, ...), in the order of the records' counters.
+            is_counted: (records,); others are padding.
+        """
+        losses, found = self._whole(WholeBatch(features, is_counted))
+        return self._of_samples(losses, found, is_counted)
+
+    def _of_samples(
+        self, losses: torch.Tensor, found: Mapping[str, torch.Tensor], is_counted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of each sample, (samples,), and its measures, (samples, names)."""
         if set(found) != set(self._named):
             raise TrainctlError(
                 f"{self._what} measures {', '.join(found) or 'nothing'}, and its spec names "
@@ -153,25 +219,23 @@ class ObjectiveLoss:
                 hint="let measures name what its function gives",
                 exit_code=ExitCode.environment,
             )
-        total = torch.where(is_counted, losses, 0.0).sum()
-        if not found:
-            return total, labels.new_zeros((len(labels), 0), dtype=torch.float32)
-        measures = [self._of_samples(found[name].detach(), is_counted) for name in self._named]
-        return total, torch.stack(measures, dim=1)
+
+        def kept(values: torch.Tensor) -> torch.Tensor:
+            return torch.where(is_counted, values.float(), 0.0).view(len(values), -1).sum(dim=1)
+
+        measures = [kept(found[name].detach()) for name in self._named]
+        empty = losses.new_zeros(len(losses), 0)
+        return kept(losses), torch.stack(measures, dim=1) if measures else empty
 
     def _seen(self, output: torch.Tensor, labels: torch.Tensor, beside: Beside) -> Any:
         """Return what the objective's function is called with."""
         if self.reads == LOGITS:
             return SeenLogits(output, labels, beside, self._vocabulary)
         is_counted = labels != IGNORED_LABEL
+        if self.reads == HIDDEN_STATES:
+            return SeenHiddenStates(output, is_counted, beside)
         tokens = SeenTokens(output.masked_fill(~is_counted, 0.0), is_counted, beside)
         return SeenPairs.of(tokens) if self._sees_pairs else tokens
-
-    @staticmethod
-    def _of_samples(values: torch.Tensor, is_counted: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the counted values of each sample, (samples,)."""
-        kept = torch.where(is_counted, values.float(), 0.0)
-        return kept if kept.dim() == 1 else kept.sum(dim=1)
 
 
 def loss_of(section: ObjectiveConfig, vocabulary: Vocabulary | None = None) -> ObjectiveLoss | None:

@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import CrossEntropyKind, KernelsConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
-from trainctl.options.objective import LOGITS
+from trainctl.options.objective import HIDDEN_STATES, LOGITS
 from trainctl.train.models.model import family_of
 from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.parallel.routers import Routers
@@ -94,6 +94,9 @@ def output_of(
         reads: `Objective.reads`.
         inputs: Keyword arguments of the model's forward pass.
     """
+    if reads == HIDDEN_STATES:
+        hidden: torch.Tensor = model.base_model(**inputs).last_hidden_state
+        return hidden
     logits: torch.Tensor = model(**inputs).logits
     return logits if reads == LOGITS else log_probabilities(logits, labels, vocabulary)
 
@@ -151,7 +154,7 @@ class LanguageModel(LossModule):
         super().__init__(vocabulary, z_loss)
         self.model = model
         self.last_z_loss: torch.Tensor | None = None
-        self._kernels, self._routers, self._objective = kernels, routers, objective
+        self._kernels, self._routers, self.objective = kernels, routers, objective
         if kernels.cross_entropy is CrossEntropyKind.liger_fused:
             fuse_head(getattr(model, family_of(model).head), IGNORED_LABEL, z_loss)
 
@@ -161,7 +164,8 @@ class LanguageModel(LossModule):
         labels: torch.Tensor | None = None,
         beside: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        """Return the summed loss; without labels, the logits, (samples, length, vocabulary).
+        """Return the summed loss; without labels, the logits, (samples, length, vocabulary); in
+        the first of an objective's two passes, the features.
 
         Args:
             beside: `MicroBatch.objective_inputs`, for an objective with a loss of its own.
@@ -169,9 +173,9 @@ class LanguageModel(LossModule):
         self.last_z_loss = None
         if labels is None:
             return self.full_vocab_logits(self.model(**inputs).logits)
-        if self._objective is not None:
-            found = output_of(self.model, self._objective.reads, inputs, labels, self._vocabulary)
-            loss, self.last_measures = self._objective(found, labels, beside or {})
+        if self.objective is not None:
+            found = output_of(self.model, self.objective.reads, inputs, labels, self._vocabulary)
+            loss, self.last_measures = self.objective(found, labels, beside or {})
             return loss
         if self._kernels.cross_entropy is CrossEntropyKind.plain:
             losses = self.losses(self.model(**inputs).logits, labels)

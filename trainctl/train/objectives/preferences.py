@@ -216,7 +216,7 @@ def _compute_reference(
         for start in range(0, count, size * ranks):
             tell(f"reference: {start:,} of {count:,} pairs")
             indices = np.arange(start + rank * size, start + (rank + 1) * size)
-            engine.score(dataset.micro_batch(np.where(indices < count, indices, -1)))
+            engine.output(dataset.micro_batch(np.where(indices < count, indices, -1)))
             places.append(indices)
             own.append(engine.measured()[:, -len(ANSWERS) :].float().cpu())
     share = (np.concatenate(places), torch.cat(own).numpy()) if own else None
