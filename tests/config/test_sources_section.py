@@ -114,7 +114,7 @@ def test_everything_wrong_is_reported_at_once_with_the_source_and_what_set_it():
     assert "did you mean until?" in found["data.stages"].hint
     foreign = found["data.sources.shipped.text_key"]
     assert foreign.message.endswith("with data.sources.shipped.kind=stdlib")
-    assert "only with kind: arrow, csv, files, parquet or webdataset" in foreign.hint
+    assert "only with kind: arrow, csv, files, labelled, parquet or webdataset" in foreign.hint
 
 
 @pytest.mark.parametrize("name", ["a b", "a.b", "ä", "-a"])

@@ -19,9 +19,9 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, tra
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import OnBadText
-from trainctl.data.chat_encoders import PreferenceEncoder
 from trainctl.data.corpora import load_corpora
 from trainctl.data.prepare import prepare
+from trainctl.data.record_encoders import PreferenceEncoder
 from trainctl.data.token_arrays import loss_mask_of, marked_vocab_size, without_marks
 from trainctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
@@ -167,7 +167,7 @@ def test_a_pair_of_which_no_token_is_left_is_bad(monkeypatch):
     (found,) = PreferenceEncoder(new_section("data", "preferences"), tokenizer).encode_all(pair)
     assert without_marks(found.astype("<u2")).tolist() == [97, END, 97, 98, END]
     monkeypatch.setattr(tokenizer, "end_of_document", None)
-    with pytest.raises(TrainctlError, match="no token for the prompt 'a' or for one of its answer"):
+    with pytest.raises(TrainctlError, match="no token for a text of the record that begins 'a'"):
         PreferenceEncoder(new_section("data", "preferences"), tokenizer).encode_all(pair)
     skips = new_section("data", "preferences", on_bad_text=OnBadText.skip)
     (found,) = PreferenceEncoder(skips, tokenizer).encode_all(pair)

@@ -150,6 +150,38 @@ def one_bin_per_piece(pieces: Pieces) -> Bins:
     return Bins(pieces.starts, pieces.lengths, firsts)
 
 
+def answer_bins(
+    ends: npt.NDArray[np.integer], length: int, loss_mask: LossMask
+) -> tuple[Bins, dict[str, int]]:
+    """Return a bin for each single answer, and the numbers of those packed and left out.
+
+    A bin has the answer after its prompt, then the same prompt and the answer of the record before
+    (of the last one for the first). So which two are together depends on the corpus alone.
+    """
+    ends = ends.astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
+    is_there = ends > starts
+    starts, lengths = starts[is_there], (ends - starts)[is_there]
+    prompts = np.array(
+        [loss_mask[s : s + n].argmax() for s, n in zip(starts, lengths, strict=True)], np.int64
+    )
+    others = np.roll(starts + prompts, 1), np.roll(lengths - prompts, 1)
+    stays = lengths + prompts + others[1] <= length
+    bins = Bins(
+        np.stack([starts, starts, others[0]], axis=1)[stays].flatten(),
+        np.stack([lengths, prompts, others[1]], axis=1)[stays].flatten(),
+        np.arange(stays.sum() + 1, dtype=np.int64) * 3,
+    )
+    counts = {
+        "conversations": len(ends),
+        "cut": 0,
+        "dropped_too_long": int((~stays).sum()),
+        "dropped_nothing_left": 0,
+        "dropped_unwritten": int((~is_there).sum()),
+    }
+    return bins, counts
+
+
 def pack_pieces(pieces: Pieces, length: int) -> Bins:
     """Pack by best-fit decreasing. The result depends only on the lengths; the cost is one sort."""
     order = np.argsort(-pieces.lengths, kind="stable")
@@ -267,18 +299,25 @@ def _pack_split(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
     loss_mask = corpus.loss_mask(split)
     if loss_mask is None:
         return pack_pieces(document_pieces(ends, length), length)
-    is_record = _has_records(config)
-    what, others = ("pair", "") if is_record else ("conversation", "cut, or ")
-    longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
-    if config.data.on_too_long is OnTooLong.error and longest > length:
+    is_record, is_error = _has_records(config), config.data.on_too_long is OnTooLong.error
+    what, others = ("record", "") if is_record else ("conversation", "cut, or ")
+    if spec_of(config.data).gives is SampleKind.answers:
+        bins, counts = answer_bins(ends, length, loss_mask)
+        problem = f"{counts['dropped_too_long']:,} records are longer than a sample with the answer"
+        problem += " of another record"
+    else:
+        cuts = config.data.on_too_long is OnTooLong.cut
+        found = conversation_pieces(ends, length, loss_mask, cuts=cuts)
+        bins = one_bin_per_piece(found.pieces) if is_record else pack_pieces(found.pieces, length)
+        counts = found.counts
+        longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
+        problem = f"a {what} has {longest:,} tokens"
+    if is_error and counts["dropped_too_long"]:
         raise TrainctlError(
-            f"a {what} has {longest:,} tokens, and training.sequence_length is {length:,}",
+            f"{problem}, and training.sequence_length is {length:,}",
             hint=f"a longer sequence; or data.on_too_long={others}drop, which leaves such out",
         )
-    cuts = config.data.on_too_long is OnTooLong.cut
-    found = conversation_pieces(ends, length, loss_mask, cuts=cuts)
-    bins = one_bin_per_piece(found.pieces) if is_record else pack_pieces(found.pieces, length)
-    return replace(bins, counts=found.counts)
+    return replace(bins, counts=counts)
 
 
 def packed_token_count(config: RunConfig, corpus: Corpus, notify: Notify = ignore_message) -> int:
@@ -294,9 +333,9 @@ def packed_token_count(config: RunConfig, corpus: Corpus, notify: Notify = ignor
     is_record = _has_records(config)
     if bins.counts:
         text = describe_packing(bins.counts, corpus.held_out.documents)
-        notify(text.replace("conversations", "pairs", 1) if is_record else text)
+        notify(text.replace("conversations", "records", 1) if is_record else text)
     text_tokens = int(bins.lengths.sum(dtype=np.int64))
-    how = "a pair in each sample" if is_record else "best-fit packing"
+    how = "a record in each sample" if is_record else "best-fit packing"
     notify(
         f"{how}: {len(bins):,} samples of {config.training.sequence_length:,} tokens, "
         f"{text_tokens / max(1, tokens):.2%} of them text, the rest padding"
@@ -310,7 +349,7 @@ def describe_packing(counts: Mapping[str, int], held_out: int) -> str:
         "cut": "cut at the length of a sample",
         "dropped_too_long": "left out, as longer than a sample",
         "dropped_nothing_left": "left out, as nothing to learn is left where they are cut",
-        "dropped_unwritten": "left out, as the chat template cannot write them",
+        "dropped_unwritten": "left out, as they cannot be encoded",
     }
     parts = [f"{counts[reason]:,} {what}" for reason, what in reasons.items() if counts[reason]]
     splits = f"{counts['conversations']:,} conversations to train on, {held_out:,} held out"

@@ -49,8 +49,9 @@ class SampleReader:
 
     Without `bins`, sample i covers tokens [i L, i L + L] of the text, one more than L for the
     labels. Tokens left over at the end of the split are not used. With `bins` of best-fit packing,
-    sample i is the pieces of bin i followed by padding. Each piece ends a document or is as long as
-    a sample. `infilling` rearranges documents as they are read.
+    sample i is the pieces of bin i followed by padding. Each piece ends a document, or is as long
+    as a sample, or is the prompt of the answer in the next piece. `infilling` rearranges documents
+    as they are read.
     """
 
     def __init__(
@@ -117,17 +118,17 @@ class SampleReader:
         for start, end in self.pieces(index):
             size = end - start
             place = np.searchsorted(self._ends, self._ends.dtype.type(end))
-            if int(self._ends[place]) == end:
-                self._read_ids(row[at : at + size], start, epoch)
-                self._mark_ignored(rows.ignored[number, at : at + size], start, is_whole=True)
-                at += size
-                rows.ends[number, at - 1] = True
-                if self._targets is not None:
-                    rows.targets[number] = self._targets[place]
-            else:  # a piece as long as the sample; the document goes on
+            is_whole = int(self._ends[place]) == end
+            if size == self._length and not is_whole:  # the document goes on
                 self._read_ids(row, start, epoch)
                 self._mark_ignored(rows.ignored[number], start)
                 return
+            if self._targets is not None and not at:
+                rows.targets[number] = self._targets[place]
+            self._read_ids(row[at : at + size], start, epoch)
+            self._mark_ignored(rows.ignored[number, at : at + size], start, is_whole=is_whole)
+            at += size
+            rows.ends[number, at - 1] = is_whole
         row[at:] = self._end_of_document or 0
         rows.ignored[number, at - 1 :] = True
 

@@ -38,6 +38,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the ids of a text, shape (tokens,)."""
 
+    def encode_sequence(self, text: str, other: str | None = None) -> npt.NDArray[np.int64]:
+        """Return the ids of one or two texts with the special tokens of the tokenizer's
+        post-processor, as transformers' tokenizers give them to a model.
+        """
+
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         """Return the ids of several texts, each as `encode` does, on all cores where that helps."""
 
@@ -87,6 +92,10 @@ class ByteTokenizer:
         raw = text.encode("utf-8", errors="surrogateescape")
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int64)
 
+    def encode_sequence(self, text: str, other: str | None = None) -> npt.NDArray[np.int64]:
+        texts = [text] if other is None else [text, other]
+        return np.concatenate([np.append(self.encode(each), END_OF_DOCUMENT) for each in texts])
+
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         return [self.encode(text) for text in texts]  # a memory copy: one core is enough
 
@@ -130,6 +139,9 @@ class FileTokenizer:
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_sequence(self, text: str, other: str | None = None) -> npt.NDArray[np.int64]:
+        return np.asarray(self._backend.encode(text, other).ids, dtype=np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         # Runs on the library's threads, one per core (RAYON_NUM_THREADS), without offsets.

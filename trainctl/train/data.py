@@ -41,7 +41,7 @@ class PackedDataset:
     Args:
         sequence_length: Tokens of a sample.
         mask_documents: Whether attention stays within a document.
-        is_record: Whether each sample is one record.
+        kind: Kind of the samples.
         counts_records: Whether the loss is a mean over samples rather than labels.
         how: Further arguments of `SampleReader`: `bins` and `infilling`.
     """
@@ -53,21 +53,22 @@ class PackedDataset:
         *,
         sequence_length: int,
         mask_documents: bool,
-        is_record: bool = False,
+        kind: SampleKind = SampleKind.text,
         counts_records: bool = False,
         **how: Any,
     ) -> None:
         self._samples = SampleReader(corpus, split, sequence_length, **how)
         self.sequence_length = sequence_length
-        self._how = {
+        self._how: dict[str, Any] = {
             "is_masked": mask_documents,
-            "is_record": is_record,
+            "kind": kind,
             "counts_records": counts_records,
         }
         self.stored: dict[str, Rows] = {}
         """Arrays of `Objective.stored` by name, with a row for each sample, once they are known."""
         self.num_samples = self._samples.num_samples
         self.read, self.pieces = self._samples.read, self._samples.pieces
+        self.target_width = self._samples.target_width
 
     def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
         """Return the samples at `indices`; index -1 gives a sample without labels (padding)."""
@@ -95,13 +96,12 @@ def _micro_batch(
     indices: npt.NDArray[np.int64],
     *,
     is_masked: bool,
-    is_record: bool,
+    kind: SampleKind,
     counts_records: bool,
 ) -> MicroBatch:
     """Build a micro-batch from the tokens of its samples."""
-    ends, inputs, labels = rows.ends, rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
-    if is_record:
-        ends |= _ends_of_first_answers(rows.ignored)
+    inputs, labels = rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
+    ends = rows.ends | _ends_within_records(rows.ignored, kind)
     labels[rows.ignored] = IGNORED_LABEL
     documents = np.zeros_like(inputs)
     documents[:, 1:] = np.cumsum(ends[:, :-1], axis=1)
@@ -111,6 +111,8 @@ def _micro_batch(
         labels[ends] = IGNORED_LABEL
         first = np.where(np.pad(ends[:, :-1], ((0, 0), (1, 0))), positions, 0)
         positions = positions - np.maximum.accumulate(first, axis=1)
+    if kind in _LABELLED_AT:
+        labels = np.where(_LABELLED_AT[kind](rows, indices), inputs, IGNORED_LABEL)
     return MicroBatch(
         input_ids=torch.from_numpy(np.ascontiguousarray(inputs)),
         labels=torch.from_numpy(labels),
@@ -119,19 +121,45 @@ def _micro_batch(
         sample_ids=torch.from_numpy(indices.copy()),
         is_masked=is_masked,
         counts_records=counts_records,
+        targets=torch.from_numpy(rows.targets) if rows.targets.shape[1] else None,
     )
 
 
-def _ends_of_first_answers(ignored: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the last token of each pair's first (chosen) answer, (samples, length).
+def _ends_within_records(ignored: npt.NDArray[np.bool_], kind: SampleKind) -> npt.NDArray[np.bool_]:
+    """Return a mask of the last token of each document that another one of its record follows,
+    (samples, length).
 
-    A pair is one document in which only the two answers have labels, not their prompts. So the
-    first answer ends where the first run of labels does.
+    Marks tell where that is (`data.record_encoders`): a document of pairs ends with its answer,
+    whose tokens alone are marked; of similar texts each but the first begins with a mark.
     """
     ends = np.zeros_like(ignored)
-    ends[:, 1:] = ignored[:, 1:] & ~ignored[:, :-1]
-    ends[np.cumsum(ends, axis=1) > 1] = False
+    if kind is SampleKind.similar:
+        ends = ~ignored
+    elif kind is SampleKind.pairs:
+        ends[:, 1:] = ignored[:, 1:] & ~ignored[:, :-1]
     return ends
+
+
+def _own_tokens(rows: SampleBatch, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return a mask of the tokens of records, (samples, length): all that are no padding."""
+    behind = np.maximum.accumulate(rows.ends[:, ::-1], axis=1)[:, ::-1]
+    return behind & (indices >= 0)[:, None]
+
+
+def _marked_tokens(rows: SampleBatch, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return a mask of the marked tokens themselves, (samples, length)."""
+    return np.pad(~rows.ignored[:, :-1], ((0, 0), (1, 0)))
+
+
+_LABELLED_AT = {
+    SampleKind.labelled: _own_tokens,
+    SampleKind.similar: _own_tokens,
+    SampleKind.prompts: _own_tokens,
+    SampleKind.steps: _marked_tokens,
+}
+"""Positions with a label in records whose tokens are not predicted. The label is then the token
+itself, so that a position with a label is one that the objective may read.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +240,8 @@ class TrainingData:
         epochs: npt.NDArray[np.int64],
         length: int,
     ) -> MicroBatch:
-        rows = SampleBatch.empty(len(indices), length)
         dataset = next(iter(self.datasets.values()))
+        rows = SampleBatch.empty(len(indices), length, dataset.target_width)
         stored: dict[str, npt.NDArray[Any]] = {}
         for source in np.unique(sources):
             dataset = self.datasets[self.order.names[source], length]
@@ -260,7 +288,7 @@ def _packed(plan: RunPlan, corpus: Corpus, split: Split, length: int, **how: Any
         split,
         sequence_length=length,
         mask_documents=data.mask_documents,
-        is_record=spec_of(data).gives is not SampleKind.text,
+        kind=spec_of(data).gives,
         counts_records=objective_of(plan.config.objective).counts == RECORDS,
         bins=load_bins(plan.config, corpus, split),
         **how,

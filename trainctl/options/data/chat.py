@@ -34,5 +34,5 @@ SPEC = source_of_records(
     lambda record, section: conversation_of(record, section.shape),
     identity=lambda section: section.shape.value,
     keys=ChatConfig,
-    encoder="trainctl.data.chat_encoders:ChatEncoder",
+    encoder="trainctl.data.record_encoders:ChatEncoder",
 )

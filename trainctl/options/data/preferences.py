@@ -13,6 +13,6 @@ SPEC = source_of_records(
     "preferences",
     lambda record, section: pair_of(record),
     keys=TemplateConfig,
-    encoder="trainctl.data.chat_encoders:PreferenceEncoder",
+    encoder="trainctl.data.record_encoders:PreferenceEncoder",
     gives=SampleKind.pairs,
 )
