@@ -30,6 +30,7 @@ COMPONENTS = {
     "weight_average",
     "activations",
     "logits",
+    "key_value_cache",
     "communication_buffers",
     "gathered_parameters",
     "retained_weights",

@@ -54,6 +54,11 @@ def _memory_of(case: Case, process: Process) -> Bytes:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _step(session, 1)
     session.engine.close()
+    return Bytes(resident, resident + peak_bytes(profiler))
+
+
+def peak_bytes(profiler: profile) -> int:
+    """Return the peak of the bytes in tensors that were made while the profiler ran."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
@@ -68,7 +73,7 @@ def _memory_of(case: Case, process: Process) -> Bytes:
             live[address] = size
             held += size
         peak = max(peak, held)
-    return Bytes(resident, resident + peak)
+    return peak
 
 
 def _step(session: Session, number: int) -> None:

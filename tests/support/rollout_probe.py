@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from fsdp2_probe import peak_bytes
 from rank_processes import Case
+from torch.profiler import ProfilerActivity, profile
 
 from trainctl.engines.process import Process
 from trainctl.train.rollouts import Completion, RolloutRow
 from trainctl.train.rollouts import generate as generation
+from trainctl.train.rollouts.cache import SlotCache, Window
 from trainctl.train.rollouts.generate import Generation, generate
 from trainctl.train.rollouts.sampling import Sampler
 from trainctl.train.session import Session, assemble
@@ -102,3 +105,36 @@ def _expected(session: Session, row: RolloutRow, answer: Completion) -> Any:
     session.engine.module.train()
     found = (torch.stack(scores) / SAMPLER.temperature).log_softmax(dim=-1)
     return found[torch.arange(len(scores)), torch.from_numpy(answer.ids)].numpy()
+
+
+@dataclass
+class RolloutBytes:
+    """Bytes of tensors in a rollout, on a rank."""
+
+    cache: int
+    peak: int
+    """Peak above what was there before."""
+
+
+def memory(cases: list[Case], process: Process) -> list[RolloutBytes]:
+    """Measure a rollout of each case, in which no answer ends before the most tokens."""
+    return [_memory_of(case, process) for case in cases]
+
+
+def _memory_of(case: Case, process: Process) -> RolloutBytes:
+    session = assemble(case.plan, case.run, process)
+    caches: list[SlotCache] = []
+    make = generation.SlotCache
+
+    def watched(window: Window) -> SlotCache:
+        caches.append(make(window))
+        return caches[0]
+
+    generation.SlotCache = watched
+    settings = replace(SETTINGS, batch_size=len(ROWS), ends=(), prefill_tokens=64)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        generate(session.engine, process, ROWS, SAMPLER, settings)
+    generation.SlotCache = make
+    cache = sum(tensor.nbytes for tensor in caches[0]._tensors)
+    session.engine.close()
+    return RolloutBytes(cache, peak_bytes(profiler))

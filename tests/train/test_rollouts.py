@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
-from rollout_probe import ENDS, ROWS, SETTINGS, Rollouts
+from rollout_probe import ENDS, ROWS, SAMPLER, SETTINGS, Rollouts
 
-from trainctl.plans.types import RunPlan
+from trainctl.config.registry import new_section
+from trainctl.memory.budget import device_budget
+from trainctl.plans.types import Batch, RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.train.rollouts import Completion
 
@@ -24,9 +28,9 @@ LAYOUTS = {
 }
 
 
-def plan_of(layout: str) -> RunPlan:
+def plan_of(layout: str, **more: Any) -> RunPlan:
     processes, changes = LAYOUTS[layout]
-    return tiny_plan(tiny_config(steps=2, sequence_length=32, **changes), processes)
+    return tiny_plan(tiny_config(steps=2, sequence_length=32, **changes, **more), processes)
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +79,31 @@ def test_training_goes_on_as_without_rollouts(found: dict[str, Rollouts], tmp_pa
     (expected,) = train_cases(1, [case], probe="rollout_probe:losses")
     for layout, here in found.items():
         assert here.losses == pytest.approx(expected, rel=1e-6), layout
+
+
+@pytest.mark.parametrize("layout", ["ZeRO 2", "ZeRO 3", "fsdp2", "tensor ranks"])
+def test_a_rollout_takes_the_memory_that_the_budget_says(layout: str, tmp_path: Path) -> None:
+    """Allocations while answers are generated against the phase `rollout`."""
+    plan = plan_of(layout, model__intermediate_size=512, model__hidden_size=128)
+    (one, *_) = train_cases(2, [Case(plan, RunPaths(tmp_path))], probe="rollout_probe:memory")
+    plan.config.objective = new_section(
+        "objective",
+        "grpo",
+        max_prompt_tokens=max(len(row.prompt) for row in ROWS),
+        max_answer_tokens=SETTINGS.max_tokens,
+        top_p=SAMPLER.top_p,
+    )
+    rows = Batch(
+        global_batch_size=len(ROWS),
+        micro_batch_size=2,
+        gradient_accumulation_steps=1,
+        sequence_length=32,
+    )
+    moments = device_budget(replace(plan, batch=rows)).worst_stage.moments
+    moment, step = moments["rollout"], moments["step"]
+    (found,) = one
+    assert found.cache == moment.key_value_cache
+    beyond = moment.gathered_parameters - step.gathered_parameters
+    expected = moment.key_value_cache + moment.logits + moment.activations + beyond
+    # Buffers of a gather may be freed before or after the next one is made.
+    assert found.peak == pytest.approx(expected, rel=0.15)

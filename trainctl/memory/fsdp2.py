@@ -10,6 +10,7 @@ from trainctl.memory.constants import LogitBytes
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.host import pinned_bytes
 from trainctl.memory.rank import Components, RankMemory, head_input_bytes, logits_bytes, rank_memory
+from trainctl.memory.rollout import rollout_phase
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import Update
 from trainctl.plans.types import LayoutPlan
@@ -40,6 +41,12 @@ def phases(
         "backward_start": _backward_start(rank),
         "backward_end": _backward_end(rank),
         "step": _update_phase(rank),
+        **rollout_phase(
+            rank,
+            # With the buffer in which the last block arrives.
+            partitioned=engine.weight_bytes * (stage.parameters + stage.block_parameters),
+            module=_gathered_weight_bytes(rank, buffers=1, blocks=1),
+        ),
     }
 
 

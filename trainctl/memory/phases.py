@@ -23,6 +23,7 @@ from trainctl.memory.rank import (
     logits_bytes,
     rank_memory,
 )
+from trainctl.memory.rollout import rollout_phase
 from trainctl.memory.stages import Stage
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of
@@ -53,6 +54,11 @@ def phases(
         "backward_start": _backward_start(rank),
         "backward_end": _backward_end(rank),
         "step": _update_phase(rank),
+        **rollout_phase(
+            rank,
+            partitioned=_partitioned_weight_bytes(rank),
+            module=_gathered_weight_bytes(rank, max(stage.block_parameters, stage.head)),
+        ),
     }
 
 
@@ -114,6 +120,15 @@ def _unpartitioned_bytes(engine: EngineMemory, stage: Stage) -> int:
     whole = stage.bytes_below(engine.zero.param_persistence_threshold, engine.weight_bytes)
     hpz = engine.zero.hpz_partition_size
     return whole + (-(-stage.bytes(engine.weight_bytes) // hpz) if hpz > 1 else 0)
+
+
+def _partitioned_weight_bytes(rank: RankMemory) -> int:
+    """Return the bytes of all weights that stage 3 gathers, together."""
+    engine, stage = rank.engine, rank.stage
+    if engine.stage < 3 or _shard_is_whole_model(engine):
+        return 0
+    persistent = stage.bytes_below(engine.zero.param_persistence_threshold, engine.weight_bytes)
+    return stage.bytes(engine.weight_bytes) - persistent
 
 
 def _gathered_weight_bytes(

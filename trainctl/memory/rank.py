@@ -37,7 +37,9 @@ class Components:
     activations: int = 0
     """Activations kept for the backward pass or recomputed, and their gradients."""
     logits: int = 0
-    """Logits and the loss's copies of them."""
+    """Logits and the copies of them by the loss or the sampler."""
+    key_value_cache: int = 0
+    """Keys and values of the answers that a rollout generates."""
     communication_buffers: int = 0
     """Buckets of gradients in communication."""
     gathered_parameters: int = 0

@@ -18,13 +18,23 @@ from trainctl.config.keys import as_written
 from trainctl.config.registry import changed_section
 from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
 from trainctl.hardware import Hardware
+from trainctl.memory.budget import device_budget
 from trainctl.memory.constants import BYTES
+from trainctl.memory.rollout import (
+    RolloutSize,
+    answers_of_rank,
+    cache_bytes_per_token,
+    cache_reads,
+    own_rollout,
+)
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputing_section
+from trainctl.options.engine import engine_of
 from trainctl.options.objective import objective_of
 from trainctl.options.optimizer import spec_of
 from trainctl.options.precision import precision_of
 from trainctl.plans import shapes
 from trainctl.plans.derive import blocks_of_stages, derive_batch, derive_mesh
+from trainctl.plans.flops import multiplied_weights
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import LayoutPlan, Mesh
 from trainctl.tuning.compute import (
@@ -35,6 +45,8 @@ from trainctl.tuning.compute import (
     GIGA,
     HOST_LINK_SHARE,
     HOST_MEMORY_GB_PER_SECOND,
+    KERNEL_START,
+    KERNELS_OF_A_BLOCK,
     LINK_SHARE,
     NETWORK_SHARE,
     NVME_GB_PER_SECOND,
@@ -165,6 +177,8 @@ class StepTime:
     optimizer: float = 0.0
     offload: float = 0.0
     """Copies to and from host memory or NVMe."""
+    rollout: float = 0.0
+    """Generation of the answers that the step learns from, all as long as they may be."""
 
     @property
     def seconds(self) -> float:
@@ -172,8 +186,9 @@ class StepTime:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """Seconds by the name of the part."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        """Seconds by the name of the part; without `rollout` if the step has none."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return found if self.rollout else {k: v for k, v in found.items() if k != "rollout"}
 
 
 def step_time(plan: LayoutPlan) -> StepTime:
@@ -229,7 +244,39 @@ def step_time(plan: LayoutPlan) -> StepTime:
                 for name, seconds in one.parts.items()
             }
             parts = StepTime(**values | {"bubble": one.seconds * (stages - 1)})
-    return parts
+    return replace(parts, rollout=_rollout_seconds(plan, links, speed))
+
+
+def _rollout_seconds(plan: LayoutPlan, links: Links, speed: Rates) -> float:
+    """Return the seconds per step in which the engine generates answers.
+
+    Each token reads all weights, and the cache of the answers that are generated side by side; with
+    many of them its products take longer. Slots are never empty until the last answers.
+    """
+    section = own_rollout(plan)
+    if section is None:
+        return 0.0
+    config, model, tensor = plan.config, plan.config.model, plan.mesh.tensor
+    size = RolloutSize.of(plan, device_budget(plan).worst_stage.moments)
+    answers = answers_of_rank(plan, section)
+    parameters = stage_parameters(model, model.num_layers, tensor, True, True)
+    weights = BYTES[number_formats(config.precision).weights] * parameters
+    mean_length = section.max_prompt_tokens + section.max_answer_tokens / 2
+    cached = size.answers * mean_length * cache_bytes_per_token(plan) * cache_reads(model)
+    products = 2 * multiplied_weights(model) / tensor / speed.products
+    token = max(
+        (weights + cached) / speed.memory,
+        size.answers * products,
+        model.num_layers * KERNELS_OF_A_BLOCK * KERNEL_START,
+    )
+    element = BYTES[precision_of(config.precision).format]
+    hidden = size.answers * model.hidden_size * element
+    token += 2 * model.num_layers * links.all_reduce(hidden, links.tensor)
+    is_partitioned = config.zero_stage.stage == 3 or not engine_of(config).takes_json
+    gathering = links.all_gather(weights, links.zero) if is_partitioned else 0.0
+    tokens = ceil(answers / size.answers) * section.max_answer_tokens
+    seconds = tokens * token + answers * section.max_prompt_tokens * products
+    return (seconds + gathering * (1 if size.holds_weights else tokens)) / section.updates
 
 
 def _gathering_seconds(

@@ -17,15 +17,13 @@ import torch.distributed as dist
 
 from trainctl.engines.process import Process
 from trainctl.engines.protocol import Engine
+from trainctl.memory.budget import device_budget
+from trainctl.memory.rollout import SPARE_COLUMNS, RolloutSize, own_rollout, prefill_tokens
+from trainctl.plans.types import RunPlan
 from trainctl.train.evaluation import inference
 from trainctl.train.rollouts import Completion, RolloutRow
 from trainctl.train.rollouts.cache import SlotCache, Window
 from trainctl.train.rollouts.sampling import Sampler
-
-SPARE_COLUMNS = 64
-"""Columns beyond the longest answer: the cache is moved to its begin once in so many tokens, which
-then costs a few percent of reading it for each token.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +44,21 @@ class Generation:
     """Whether each rank holds all weights whole until the rollout ends, where they are partitioned.
     Otherwise they are gathered for each token.
     """
+
+    @classmethod
+    def of(cls, plan: RunPlan, ends: Collection[int], vocab_size: int) -> Generation:
+        """Return the settings of a run's rollouts, of the size that its memory budget counts."""
+        section = own_rollout(plan)
+        assert section is not None, "the engine makes no rollouts"
+        size = RolloutSize.of(plan, device_budget(plan).worst_stage.moments)
+        return cls(
+            max_tokens=section.max_answer_tokens,
+            batch_size=size.answers,
+            prefill_tokens=prefill_tokens(plan, section),
+            ends=ends,
+            vocab_size=vocab_size,
+            holds_weights=size.holds_weights,
+        )
 
 
 def _drop(row: RolloutRow, completion: Completion) -> None:
