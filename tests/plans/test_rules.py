@@ -658,6 +658,23 @@ ERRORS = [
             ),
         )
     ),
+    *(
+        (
+            "TC491",
+            {"objective__kind": "grpo", **changes},
+            gpus(),
+            message,
+            "objective.rollout=vllm",
+        )
+        for changes, message in (
+            (
+                {"parallelism__tensor": 2, "parallelism__sequence_sharded_norms": True},
+                "a single token cannot be cut",
+            ),
+            ({**EXPERTS, "parallelism__expert": 2}, "another number of tokens"),
+            ({"zero_stage__stage": 3, "offload__parameters": "nvme"}, "NVMe for each token"),
+        )
+    ),
     ("TC490", {"objective__kind": "grpo"}, gpus(), "objective.rewards has none", "exact_answer"),
     *(
         (

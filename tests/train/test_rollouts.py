@@ -26,10 +26,17 @@ LAYOUTS = {
     "tensor ranks": (2, {"zero_stage__stage": 1, "parallelism__tensor": 2}),
     "fsdp2": (2, {"zero_stage__stage": 3, "engine__kind": "fsdp2"}),
 }
+OTHERS = {
+    "a window": (1, {"model__family": "mistral", "model__sliding_window": 8}),
+    "learned positions": (1, {"model__family": "gpt2", "model__num_key_value_heads": None}),
+    "eager": (1, {"model__attention": "eager"}),
+}
+"""Models that have other answers."""
+ALL = LAYOUTS | OTHERS
 
 
 def plan_of(layout: str, **more: Any) -> RunPlan:
-    processes, changes = LAYOUTS[layout]
+    processes, changes = ALL[layout]
     return tiny_plan(tiny_config(steps=2, sequence_length=32, **changes, **more), processes)
 
 
@@ -37,7 +44,7 @@ def plan_of(layout: str, **more: Any) -> RunPlan:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rollouts]:
     folder = tmp_path_factory.mktemp("rollouts")
     made = {}
-    for layout, (processes, _) in LAYOUTS.items():
+    for layout, (processes, _) in ALL.items():
         case = Case(plan_of(layout), RunPaths(folder / layout))
         ranks = train_cases(processes, [case], probe="rollout_probe:rollouts")
         made[layout] = ranks[0][0]
@@ -54,10 +61,11 @@ def assert_same(answers: list[Completion], others: list[Completion], *, exactly:
         assert np.abs(each.log_probabilities - other.log_probabilities).max() <= limit
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL)
 def test_answers_depend_on_neither_layout_nor_batch(layout: str, found: dict[str, Rollouts]):
     here = found[layout]
-    assert_same(here.answers, found["one process"].answers)
+    if layout in LAYOUTS:
+        assert_same(here.answers, found["one process"].answers)
     assert_same(here.others, here.answers)
     for answer, expected in zip(here.answers[::3], here.expected, strict=True):
         assert np.abs(answer.log_probabilities - expected).max() < 1e-5
@@ -77,8 +85,8 @@ def test_answers_end_at_an_end_or_are_cut(found: dict[str, Rollouts]) -> None:
 def test_training_goes_on_as_without_rollouts(found: dict[str, Rollouts], tmp_path: Path) -> None:
     case = Case(plan_of("one process"), RunPaths(tmp_path))
     (expected,) = train_cases(1, [case], probe="rollout_probe:losses")
-    for layout, here in found.items():
-        assert here.losses == pytest.approx(expected, rel=1e-6), layout
+    for layout in LAYOUTS:
+        assert found[layout].losses == pytest.approx(expected, rel=1e-6), layout
 
 
 @pytest.mark.parametrize("layout", ["ZeRO 2", "ZeRO 3", "fsdp2", "tensor ranks"])
@@ -105,5 +113,5 @@ def test_a_rollout_takes_the_memory_that_the_budget_says(layout: str, tmp_path: 
     assert found.cache == moment.key_value_cache
     beyond = moment.gathered_parameters - step.gathered_parameters
     expected = moment.key_value_cache + moment.logits + moment.activations + beyond
-    # Buffers of a gather may be freed before or after the next one is made.
-    assert found.peak == pytest.approx(expected, rel=0.15)
+    # The buffer of the last gather, and tensors of a pass, may be freed earlier than counted.
+    assert 0.8 < found.peak / expected < 1.05

@@ -30,9 +30,10 @@ fp32 scores, fp64 probabilities and their sums; a sort with its indices, and sum
 ROLLOUT, ROLLOUT_BY_LAYER = "rollout", "rollout_by_layer"
 """Names of the phase: with all weights whole on each rank, or gathered for each token."""
 
-MEMORY_SHARE = 0.75
-"""Share of a device's memory that a rollout may fill: fragmentation and the budget's own doubt take
-up to a quarter more.
+MEMORY_SHARE, WHOLE_SHARE = 0.75, 0.9
+"""Share of a device's memory that answers may fill, since fragmentation and the budget's own doubt
+take up to a quarter more; and that one answer with all weights may fill, since gathering weights
+for each token takes a hundred times longer.
 """
 
 ANSWERS_AT_ONCE = 64
@@ -91,11 +92,10 @@ def rollout_phase(rank: RankMemory, *, partitioned: int, module: int) -> dict[st
     answers = answers_of_rank(plan, section)
     name, gathered, most = ROLLOUT, partitioned, ANSWERS_AT_ONCE
     if capacity is not None:
-        free = int(MEMORY_SHARE * capacity) - rank.resident.total - prefill
-        # Gathering for each token takes far longer than generating fewer answers at once.
-        if module < partitioned and free - partitioned < cache + logits:
+        others, each = rank.resident.total + prefill, cache + logits
+        if module < partitioned and others + partitioned + each > WHOLE_SHARE * capacity:
             name, gathered = ROLLOUT_BY_LAYER, module
-        most = max(1, (free - gathered) // (cache + logits))
+        most = max(1, (int(MEMORY_SHARE * capacity) - others - gathered) // each)
     count = min(answers, section.rollout_batch_size or most)
     moment = rank.resident.plus(key_value_cache=count * cache, gathered_parameters=gathered)
     draws = count * logits > prefill

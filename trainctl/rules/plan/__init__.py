@@ -12,6 +12,7 @@ from trainctl.rules.plan import (
     no_effect,
     optimizer,
     precision,
+    rollouts,
     run,
     trainable,
     zero,
