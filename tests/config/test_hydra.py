@@ -36,6 +36,7 @@ from trainctl.config.layers import ALTERNATIVES
 from trainctl.config.registry import kind_key, unit_groups
 from trainctl.config.schema import GROUPS, RunConfig
 from trainctl.errors import TrainctlError
+from trainctl.options.objective import objective_of
 
 RECIPES = [None, *WHOLE]
 SETTINGS, REFERENCES = 80, 30
@@ -45,6 +46,7 @@ NOT_DRAWN = (
     "model.family",
     "model.path",
     "model.anatomy",
+    "model.score_outputs",
     "deepspeed",
     "logging.alerts.urls",
     *(key for keys in ALTERNATIVES for key in keys),
@@ -112,7 +114,10 @@ def expected(
                 composed[group] = deepcopy(alone[group])
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
-    return from_plain(RunConfig, values | {"recipe": recipe})
+    found = from_plain(RunConfig, values | {"recipe": recipe})
+    head = objective_of(found.objective).head  # filled in, whatever is set
+    found.model.score_outputs = None if head is None else head.outputs(found.objective)
+    return found
 
 
 # ------------------------------------------------------------------------ what is drawn

@@ -98,12 +98,13 @@ def test_peft_loads_the_adapter_and_the_merged_model_equals_it(
 
 
 def test_a_scale_that_peft_does_not_know_is_in_its_alpha(monkeypatch) -> None:
-    section = config_of(Adapting(), STEPS).adapter
+    config = config_of(Adapting(), STEPS)
+    section = config.adapter
     section.rank, section.alpha = 4, 10.0
     for power, is_rooted, alpha in ((1.0, False, 10.0), (0.5, True, 10.0), (0.0, False, 40.0)):
         spec = Adapter(name="lora", keys=type(section), rank_power=power)
         monkeypatch.setattr("trainctl.train.export.adapter.spec_of", lambda _, spec=spec: spec)
-        written = peft_config(section, (), (), {"kind": "seed"})
+        written = peft_config(section, (), config.model, {"kind": "seed"})
         assert (written["use_rslora"], written["lora_alpha"]) == (is_rooted, alpha)
         assert alpha / 4 ** (0.5 if is_rooted else 1) == spec.scale(section)
 

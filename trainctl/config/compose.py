@@ -184,6 +184,7 @@ def _finish_composition(
         raise TrainctlError.from_findings(findings)
     typed = {setting.key for setting in asked.settings}
     findings += [*drop_foreign_keys(stack, typed, recipe), *complete_named_sections(stack)]
+    _fill_head(stack)
     if fill_model:
         findings += _fill_model(stack, typed)
     config = from_plain(RunConfig, stack.plain)
@@ -305,6 +306,16 @@ def _warn_of_replaced_values(
             severity=Severity.warning,
             source=chosen,
         )
+
+
+def _fill_head(stack: Stack) -> None:
+    """Set the size of the model's head, which the objective decides."""
+    config = from_plain(RunConfig, stack.plain)
+    head = load_spec("objective", config.objective.kind).head
+    outputs = None if head is None else head.outputs(config.objective)
+    if outputs != config.model.score_outputs:
+        source = f"objective.kind={config.objective.kind}"
+        stack.apply([Setting(("model", "score_outputs"), outputs, source)])
 
 
 def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:

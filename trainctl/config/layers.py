@@ -52,8 +52,9 @@ class Stack:
     """
 
     def __init__(self, plain: dict[str, Any], source: str = "") -> None:
-        # A saved configuration lacks these groups while they are empty.
+        # A saved configuration lacks these groups, and this key, while they are empty.
         self.plain = {**{group: {} for group in LIST_GROUPS}, **deepcopy(plain)}
+        self.plain["model"].setdefault("score_outputs", None)
         self.layers: dict[str, list[Layer]] = {}
         self.references: dict[str, Setting] = {}
         for key, leaf in (leaves_under(plain) if source else {}).items():

@@ -68,7 +68,7 @@ def fill_from_directory(model: ModelConfig) -> ModelConfig:
             name=model.path.rpartition("/")[2] if model.name == "hf" else model.name,
         )
     path, raw = read_config(model.path)
-    other = other_task_finding(path, raw)
+    other = other_task_finding(path, raw, has_score=model.score_outputs is not None)
     if other is not None:
         raise TrainctlError.from_findings([other])
     kind = str(raw.get("model_type", ""))

@@ -182,8 +182,9 @@ def logits_bytes(rank: RankMemory, per_logit: int) -> int:
     """Return the bytes of the logits that exist at once, with the loss's copies of them."""
     if not rank.stage.has_head:
         return 0
-    vocabulary = -(-rank.plan.config.model.vocab_size // rank.plan.mesh.tensor)
-    size = loss_tokens(rank.plan) * vocabulary * per_logit
+    model = rank.plan.config.model
+    outputs = model.score_outputs or -(-model.vocab_size // rank.plan.mesh.tensor)
+    size = loss_tokens(rank.plan) * outputs * per_logit
     if isinstance(rank.plan.config.objective, DistillConfig):
         # Scores, the scores of other tokens, and two exponentials (train/objectives/distillation).
         size += chunk_logit_bytes(rank.plan, copies=4)

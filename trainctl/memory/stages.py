@@ -264,7 +264,7 @@ def _make_stage(model: ModelConfig, index: int, counts: Sequence[int], *, tensor
     blocks, pipeline = counts[index], len(counts)
     first, last = index == 0, index == pipeline - 1
     head = shapes.head_tensor(model)
-    tied = model.tie_word_embeddings
+    tied = model.has_tied_head
     pieces: list[Piece] = []
     if first:
         pieces += _pieces_on_tensor_rank(shapes.embedding_tensors(model), tensor=tensor)
@@ -273,14 +273,14 @@ def _make_stage(model: ModelConfig, index: int, counts: Sequence[int], *, tensor
         pieces += _pieces_on_tensor_rank(shapes.final_norm_tensors(model), tensor=tensor)
         if not tied or pipeline > 1:
             pieces += _pieces_on_tensor_rank((head,), tensor=tensor, embedding=tied)
-    sharded_vocabulary = elements_per_rank(head.numel, tensor)
+    embedding = shapes.embedding_tensors(model)[0].numel
     return Stage(
         index=index,
         blocks=blocks,
         has_embedding=first,
         has_head=last,
-        embedding=sharded_vocabulary if first else 0,
-        head=sharded_vocabulary if last else 0,
+        embedding=elements_per_rank(embedding, tensor) if first else 0,
+        head=elements_per_rank(head.numel, tensor if head.sharded else 1) if last else 0,
         pieces=tuple(pieces),
         first_block=sum(counts[:index]),
     )

@@ -101,10 +101,15 @@ def read_config(directory: str | None) -> tuple[Path, dict[str, Any]]:
     return path, raw
 
 
-def other_task_finding(path: Path, raw: Mapping[str, Any]) -> Finding | None:
+def other_task_finding(
+    path: Path, raw: Mapping[str, Any], *, has_score: bool = False
+) -> Finding | None:
     """Return the finding for a config.json of anything but a language model over text alone.
 
     None for a language model.
+
+    Args:
+        has_score: Whether the run's model has a head `score`, so that a classifier is one too.
     """
     listed = raw.get("architectures")
     classes = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
@@ -118,7 +123,8 @@ def other_task_finding(path: Path, raw: Mapping[str, Any]) -> Finding | None:
                 "a directory of the language model alone, whose config.json has no such section",
             )
     tasks = [match[1] for name in classes if (match := re.search(r"For([A-Z]\w*)$", name))]
-    if not classes or len(tasks) < len(classes) or set(tasks) & {*LANGUAGE_MODELS}:
+    known = {*LANGUAGE_MODELS, *(["SequenceClassification"] if has_score else [])}
+    if not classes or len(tasks) < len(classes) or set(tasks) & known:
         return None
     return path_finding(
         OTHER_TASK,

@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.models.tensors import READABLE, StoredTensor, join_first
+from trainctl.models.tensors import READABLE, SCORE, StoredTensor, join_first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +73,14 @@ def remaining_buffers(model: nn.Module, buffers: Iterable[Buffer]) -> list[Buffe
     """Return the buffers whose module is still in the model after it was cut to a stage."""
     here = set(model.modules())
     return [buffer for buffer in buffers if buffer.module in here]
+
+
+def output_layer(model: nn.Module) -> Any:
+    """Return a model's last layer: the projection over the vocabulary, or the head `score` of the
+    class that `AutoModelForSequenceClassification` gives; None if it has neither.
+    """
+    score = getattr(model, SCORE, None)
+    return score if isinstance(score, nn.Linear) else model.get_output_embeddings()
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -137,7 +145,7 @@ class StoredModel:
 
     Attributes:
         joined: Source of each tensor of the model, by canonical name.
-        missing: Canonical names of the tensors that the files lack.
+        missing: Canonical names of the tensors that the files lack. The head `score` may be new.
         differing: Tensors whose shape differs from the model's, in words.
         unreadable: Tensors stored in a type that cannot be read as weights, such as quantized ones.
         unused: Names in the files that match no tensor of the model.
@@ -166,7 +174,8 @@ class StoredModel:
             for other in others:
                 if other in self.joined and self.joined[other].converter is None:
                     self.joined.setdefault(name, self.joined[other])
-        self.missing = [name for name in wanted if name not in self.joined]
+        new = {f"{SCORE}.weight"} if hasattr(model, SCORE) else ()
+        self.missing = [name for name in wanted if name not in self.joined and name not in new]
 
     @property
     def problems(self) -> list[str]:

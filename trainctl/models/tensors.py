@@ -57,6 +57,9 @@ class StoredTensor:
         return prod(self.shape) * WIDTHS.get(self.dtype, 1)
 
 
+SCORE = "score"
+"""Name of the head that `AutoModelForSequenceClassification` gives a decoder."""
+
 SHOWN = 3
 """Maximum tensors that a message names."""
 

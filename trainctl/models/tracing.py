@@ -221,6 +221,7 @@ def _cache_key(question: Question, config: Config, family: str) -> str:
             files,
             model["family"],
             model["trust_remote_code"],
+            *([model["score_outputs"]] if "score_outputs" in model else []),
             _package_version("transformers"),
         ]
     else:
@@ -337,6 +338,8 @@ def published_name(model: Mapping[str, Any], transformers: str) -> str | None:
         transformers: Installed version, which must be the shipped file's; empty if none is.
     """
     if not model["path"] or model["trust_remote_code"] or model["factory"]:
+        return None
+    if model.get("score_outputs"):  # the shipped models have a head over the vocabulary
         return None
     if transformers not in ("", published_table()["transformers"]):
         return None

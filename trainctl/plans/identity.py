@@ -60,13 +60,16 @@ _NON_FUNCTIONAL_KEYS = (
 NON_OPTIMIZER_STATES = frozenset({"master", "average"})
 """States of a checkpoint that do not depend on the optimizer."""
 
-CONTEXT_LENGTH_KEYS = (
+START_KEYS = (
     "config.json",
     "max_position_embeddings",
     "rope_theta",
+    "score_outputs",
     "sliding_window",
 )
-"""Parts of an identity that a new run may change on purpose, to train for a longer context."""
+"""Parts of an identity that a new run may change on purpose: to train for a longer context, or on
+an objective with a head of its own.
+"""
 
 
 def model_identity(model: ModelConfig) -> dict[str, Any]:
@@ -85,6 +88,8 @@ def model_identity(model: ModelConfig) -> dict[str, Any]:
         found["sliding_window"] = model.sliding_window
     if not spec.is_rotary or everything:
         found["max_position_embeddings"] = model.max_position_embeddings
+    if model.score_outputs is not None:
+        found["score_outputs"] = model.score_outputs
     if model.factory is not None:
         found["factory"] = model.factory
     if model.path is not None:

@@ -35,6 +35,7 @@ from typing import Any
 from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.models.tensors import SCORE
 from trainctl.options.model import families
 from trainctl.options.optimizer import WidthRule, spec_of
 from trainctl.plans.shapes import head_dim, key_value_heads
@@ -66,7 +67,7 @@ def tensor_kind(name: str, shape: tuple[int, ...]) -> TensorKind:
 @cache
 def _name_suffixes() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the name suffixes of output projections, and of embeddings, in all families."""
-    heads = {f"{spec.head}.weight" for spec in families()}
+    heads = {f"{name}.weight" for name in (SCORE, *(spec.head for spec in families()))}
     embeddings = {f"{module}.weight" for spec in families() for module in spec.embeddings}
     return tuple(sorted(heads)), tuple(sorted(embeddings))
 

@@ -15,6 +15,7 @@ from math import prod
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.models.anatomy import Anatomy, Role, parse_anatomy
+from trainctl.models.tensors import SCORE
 from trainctl.options.model import Family, Region, spec_of
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward")
@@ -157,7 +158,12 @@ def final_norm_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
 
 
 def head_tensor(model: ModelConfig) -> TensorShape:
-    """Return the output projection; the same tensor as the embedding if tied."""
+    """Return the output projection, the same tensor as the embedding if tied; or the head `score`,
+    which every tensor rank has whole.
+    """
+    if model.score_outputs is not None:
+        shape = (model.score_outputs, model.hidden_size)
+        return TensorShape(name=f"{SCORE}.weight", shape=shape, sharded=False)
     name = f"{spec_of(model).head}.weight"
     return TensorShape(name=name, shape=(model.vocab_size, model.hidden_size))
 
@@ -187,7 +193,7 @@ def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
             name = f"{prefix}.{index}.{tensor.name}"
             yield TensorShape(name=name, shape=tensor.shape, sharded=tensor.sharded)
     yield from final_norm_tensors(model)
-    if not model.tie_word_embeddings:
+    if not model.has_tied_head:
         yield head_tensor(model)
 
 
@@ -199,7 +205,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     embeddings, block = embedding_tensors(model), block_tensors(model)
     final = final_norm_tensors(model)
     block_numel = sum(tensor.numel for tensor in block)
-    tied = model.tie_word_embeddings
+    tied = model.has_tied_head
     return ParameterCount(
         embeddings=sum(tensor.numel for tensor in embeddings),
         block=block_numel,

@@ -84,7 +84,9 @@ def trainable(config: RunConfig) -> Trainable:
         layers = adapted_layers(config.model, adapter)
         added = tuple(t for layer in layers for t in added_tensors(layer, adapter))
         own = also_trained(config.model, adapter)
-        alone = f"adapter.also_train={adapter.also_train}" if own else "only it"
+        alone = f"adapter.also_train={adapter.also_train}" if adapter.also_train else "only it"
+        if config.model.score_outputs is not None:
+            alone += f" with {head_name(config.model)}"
         why = (
             f"adapter.kind={adapter.kind}: {len(layers)} linear layers have one, and {alone} trains"
         )
@@ -142,8 +144,11 @@ def _all_matching_parameters(model: ModelConfig, entries: Sequence[str]) -> froz
 
 
 def also_trained(model: ModelConfig, adapter: LowRank) -> frozenset[str]:
-    """Return the canonical names of the model's own parameters that train with an adapter."""
-    return _all_matching_parameters(model, adapter.also_train)
+    """Return the canonical names of the model's own parameters that train with an adapter: those
+    of `also_train`, and a head `score`, which is new.
+    """
+    head = () if model.score_outputs is None else (HEAD,)
+    return _all_matching_parameters(model, (*adapter.also_train, *head))
 
 
 def matching_parameters(model: ModelConfig, entry: str) -> tuple[str, ...]:
@@ -200,7 +205,7 @@ def tied_parameters(model: ModelConfig) -> tuple[tuple[str, str], ...]:
     read = shapes.anatomy(model)
     if read is not None:
         return read.ties
-    if not model.tie_word_embeddings:
+    if not model.has_tied_head:
         return ()
     return ((shapes.head_tensor(model).name, shapes.embedding_tensors(model)[0].name),)
 

@@ -205,7 +205,7 @@ def _traffic_bytes(config: RunConfig, tensor: int) -> float:
 def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> float:
     """Return the seconds per micro-batch in the output projection and the loss, both passes."""
     model, kind = config.model, config.kernels.cross_entropy
-    logits = tokens * model.vocab_size / tensor
+    logits = tokens * (model.score_outputs or model.vocab_size / tensor)
     product = 2 * logits * model.hidden_size / speed.wide_products
     passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # the loss recomputes its chunks
     per_logit = LOGIT_BYTES
@@ -222,8 +222,8 @@ def stage_parameters(
     """
     _, _, weights = _average_products(model)
     vocabulary = model.vocab_size * model.hidden_size
-    alone = has_embedding and has_head and model.tie_word_embeddings
-    ends = vocabulary * (1 if alone else has_embedding + has_head)
+    alone = model.score_outputs is not None or (has_embedding and model.tie_word_embeddings)
+    ends = vocabulary * (has_embedding + (has_head and not alone))
     return (blocks * weights + ends) / tensor
 
 

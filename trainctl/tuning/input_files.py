@@ -31,6 +31,7 @@ from trainctl.models.directory import (
 )
 from trainctl.models.tensors import (
     READABLE,
+    SCORE,
     StoredTensor,
     has_pickled_weights,
     has_weights,
@@ -76,7 +77,7 @@ def check_model_files(config: RunConfig) -> list[Finding]:
         return []
     if is_run_or_checkpoint(folder):
         return list(_warn_of_checkpoint_removal(config, folder))
-    other = _other_task(folder)
+    other = _other_task(folder, config.model)
     if other is not None:
         return [other]
     try:
@@ -129,14 +130,15 @@ def is_run_or_checkpoint(folder: Path) -> bool:
     return (folder / "manifest.json").is_file() or (folder / "checkpoints").is_dir()
 
 
-def _other_task(folder: Path) -> Finding | None:
-    """Return a finding if the config.json beside the weights is no language model's."""
+def _other_task(folder: Path, model: ModelConfig) -> Finding | None:
+    """Return a finding if the config.json beside the weights is of another task."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # weights need no config.json
         return None
-    found = other_task_finding(path, raw) if isinstance(raw, dict) else None
+    has_score = model.score_outputs is not None
+    found = other_task_finding(path, raw, has_score=has_score) if isinstance(raw, dict) else None
     return None if found is None else replace(found, key="model.initial_weights")
 
 
@@ -162,7 +164,7 @@ def _compare_tensors(
     if problems and model.is_directory:
         # Published files may use other names than the model in memory; transformers maps them.
         problems, unused = _compare_by_transformers(model, folder)
-    heads = [name for name in unused if OTHER_HEADS.match(name)]
+    heads = [name for name in unused if OTHER_HEADS.match(name) and model.score_outputs is None]
     if heads and not any(name.endswith("lm_head.weight") for name in stored):
         yield _weights_finding(
             OTHER_TASK,
@@ -201,7 +203,7 @@ def _compare_canonical_names(
     for own, shape in _model_tensors(model):
         name = next((name for name in _possible_names(own) if name in stored), None)
         if name is None:
-            missing.append(own)
+            missing += [own] if own != f"{SCORE}.weight" else []  # a head of its own may be new
             continue
         used.add(name)
         found = stored[name]

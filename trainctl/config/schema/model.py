@@ -141,6 +141,12 @@ class ModelConfig:
         "architectures without a closed form and for factory; filled in by trainctl, never set "
         "by hand.",
     )
+    score_outputs: int | None = option(
+        None,
+        "Number of outputs of the head `score`, which objectives such as reward and classify have "
+        "in place of the output projection; filled in by trainctl, never set by hand.",
+        left_out_if_empty=True,
+    )
     trust_remote_code: bool = option(
         False, "Let transformers run the Python code found in model.path."
     )
@@ -170,6 +176,11 @@ class ModelConfig:
         """Whether `factory` returns a torch module that is not transformers'."""
         said: bool = load_spec("model", self.family).is_module
         return said
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether embedding and output projection are one tensor."""
+        return self.tie_word_embeddings and self.score_outputs is None
 
     @property
     def is_unread(self) -> bool:

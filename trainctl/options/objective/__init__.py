@@ -50,6 +50,10 @@ class Head:
 
     outputs: Callable[[Any], int]
     """Function that returns the number of outputs for a section."""
+    settings: Callable[[Any], dict[str, Any]] = lambda section: {}
+    """Function of the section that returns further keys of an exported `config.json`, such as
+    `problem_type`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,6 +181,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "training.epochs, with training.steps=null and training.tokens=null",
     ),
     (
+        ("training.sample_tokens",),
+        lambda c: c.model.score_outputs is None,
+        "an output projection over the vocabulary: a head `score` gives no next token",
+    ),
+    (
         ("training.sample_prompt", "training.sample_prompts"),
         lambda c: c.training.sample_tokens > 0,
         "training.sample_tokens above 0",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 
+from trainctl.config.keys import as_written
 from trainctl.config.registry import load_spec, load_specs
 from trainctl.config.schema import (
     Accelerator,
@@ -17,6 +18,7 @@ from trainctl.config.schema import (
     RunConfig,
 )
 from trainctl.errors import TrainctlError
+from trainctl.models.tensors import SCORE
 from trainctl.options.data import SampleKind
 from trainctl.options.data import spec_of as data_spec_of
 from trainctl.options.data.stream import StreamConfig
@@ -29,7 +31,7 @@ from trainctl.options.reward.function import FunctionRewardConfig
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.optimizers import refused_settings
 from trainctl.plans.settings import auxiliary_loss
-from trainctl.plans.trainable import trainable
+from trainctl.plans.trainable import frozen_names, trainable
 from trainctl.rules.deepspeed import optimizer as json_optimizer
 from trainctl.rules.plan.draft import Draft, on_json, values_outside_limits
 from trainctl.rules.rule import Problem, rule, warning_problem
@@ -176,7 +178,8 @@ def objective_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
     """An objective over whole samples has them on one rank.
 
     DPO and its like compare log-probabilities of whole answers, which a rank of the sequence axis
-    or a pipeline stage does not have.
+    or a pipeline stage does not have. A head of its own, as of reward and classify, is new, so it
+    trains, and it is that of a class of transformers.
 
     Fix: Use data and tensor parallelism, or objective=next_token.
     """
@@ -188,6 +191,8 @@ def objective_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
         (key, value, limit.why, limit.nearest)
         for key, value, limit in values_outside_limits(config, OBJECTIVE_LIMITS)
     ]
+    if spec.head is not None:
+        found += _unfit_for_a_new_head(config)
     weights = {"auxiliary_loss": auxiliary_loss(config), "z_loss": config.experts.z_loss}
     for name, weight in weights.items():
         if weight > 0 and (config.model.num_experts or 1) > 1:
@@ -199,6 +204,16 @@ def objective_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
             f"{nearest}, or objective=next_token",
             key=key,
         )
+
+
+def _unfit_for_a_new_head(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
+    """Yield key, value, reason and nearest setting of what a head `score` cannot go with."""
+    if config.model.factory is not None:
+        why = f"the head `{SCORE}` is one of transformers' classes"
+        yield "model.factory", config.model.factory, why, "model=hf, or a family of trainctl's"
+    elif not config.model.is_unread and f"{SCORE}.weight" in frozen_names(config):
+        why = "the head is new, and the other weights do not know it"
+        yield "training.freeze", as_written(config.training.freeze), why, "training.freeze=[model]"
 
 
 @rule(

@@ -61,7 +61,9 @@ def callbacks_of_run(
         folder=session.run.attempt(journal.attempt).profile,
         device=process.device,
     )
-    samples, profiles = config.training.sample_tokens, config.logging.profile_steps
+    has_score = config.model.score_outputs is not None  # which gives no next token
+    samples = 0 if has_score else config.training.sample_tokens
+    profiles = config.logging.profile_steps
     before_users: dict[str, Callback | None] = {
         "heartbeats": Heartbeats(journal),
         "steps": StepRecords(session, now, journal),

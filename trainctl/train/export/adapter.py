@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainctl.config.schema import RunConfig
+from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import LowRank, low_rank, spec_of
 from trainctl.plans.shapes import TensorShape
@@ -89,7 +89,7 @@ def export_adapter(
                 progress(done, total)
 
         write_stream(folder / "adapter_model.safetensors", layout, values(), {"format": "pt"})
-        settings = peft_config(adapter, layers, tuple(linear_layers(config.model)), base)
+        settings = peft_config(adapter, layers, config.model, base)
         if also:
             modules = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in also)
             settings |= {"modules_to_save": [*modules], "ensure_weight_tying": bool(tied)}
@@ -130,7 +130,7 @@ def _peft_name(name: str) -> str:
 def peft_config(
     adapter: LowRank,
     layers: Sequence[LinearLayer],
-    every: Collection[LinearLayer],
+    model: ModelConfig,
     base: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return PEFT's configuration of an adapter.
@@ -144,12 +144,12 @@ def peft_config(
         alpha = spec.scale(adapter) * adapter.rank
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if model.score_outputs is None else "SEQ_CLS",
         "base_model_name_or_path": base["path"] if base["kind"] == "directory" else None,
         "r": adapter.rank,
         "lora_alpha": alpha,
         "lora_dropout": adapter.dropout,
-        "target_modules": _target_module_names(layers, every),
+        "target_modules": _target_module_names(layers, tuple(linear_layers(model))),
         "use_rslora": spec.rank_power == ROOT,
         "use_dora": spec.has_magnitude,
         "fan_in_fan_out": any(layer.inputs_first for layer in layers),

@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from trainctl.config.schema import RunConfig
 from trainctl.data.chat_template import CannotRender
@@ -43,6 +43,7 @@ from trainctl.train.models.frozen_base import (
     whole_weights,
 )
 from trainctl.train.models.model import (
+    auto_class,
     fold_multipliers,
     materialise,
     skeleton,
@@ -92,7 +93,9 @@ class Target(Protocol):
     """Whether `scores` has every position of a prompt; otherwise only its end."""
 
     def scores(self, ids: list[int]) -> torch.Tensor:
-        """Return log-probabilities of tokens after each position, (positions, vocabulary)."""
+        """Return log-probabilities of tokens after each position, (positions, vocabulary); of a
+        model with a head `score`, its outputs for the whole text, (1, outputs).
+        """
 
     def text_ids(self, text: str) -> list[int] | None:
         """Return the ids of a plain text; None if the export has no tokenizer."""
@@ -211,12 +214,12 @@ def compare(
     chat = _chat_prompts(config)
     ids = _prompt_ids(config, prompts, chat)
     model = _reference(case, merges=merges)
-    exact = [_log_probabilities(model, each) for each in ids]
+    exact = [_scores(model, each) for each in ids]
     _change(model, partial(_round_folded, config, rounded))
-    ours = [_log_probabilities(model, each) for each in ids]
+    ours = [_scores(model, each) for each in ids]
     generator = torch.Generator().manual_seed(0)
     _change(model, lambda name, values: values * _nudges(values, place, generator))
-    nudged = [_log_probabilities(model, each) for each in ids]
+    nudged = [_scores(model, each) for each in ids]
     del model
     target = load()
     theirs = [target.scores(each) for each in ids]
@@ -270,10 +273,11 @@ def _nudges(values: torch.Tensor, place: float, generator: torch.Generator) -> t
     return 1 + (torch.randint(0, 2, values.shape, generator=generator) * 2 - 1) * place
 
 
-def _log_probabilities(model: nn.Module, ids: list[int]) -> torch.Tensor:
+def _scores(model: nn.Module, ids: list[int]) -> torch.Tensor:
+    """Return the log-probabilities of tokens after each position, or a classifier's logits."""
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=torch.tensor([ids])).logits[0]
-    return logits.float().log_softmax(dim=-1)
+        logits: torch.Tensor = model(input_ids=torch.tensor([ids])).logits[0].float()
+    return logits[None] if logits.dim() == 1 else logits.log_softmax(dim=-1)
 
 
 def _largest(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
@@ -352,11 +356,11 @@ class TransformersTarget:
     def _load(self, case: ExportCase, **trusts: bool) -> Any:
         if case.config.model.is_module:
             return load_module(case.out, dtype=torch.float32)
-        loaded = AutoModelForCausalLM.from_pretrained(case.out, dtype=torch.float32, **trusts)
-        return loaded.eval()
+        kind = auto_class(case.config.model)
+        return kind.from_pretrained(case.out, dtype=torch.float32, **trusts).eval()
 
     def scores(self, ids: list[int]) -> torch.Tensor:
-        return _log_probabilities(self._model, ids)
+        return _scores(self._model, ids)
 
     def text_ids(self, text: str) -> list[int] | None:
         if self._tokenizer is None:
@@ -395,8 +399,10 @@ class _PeftTarget(TransformersTarget):
         adapter = low_rank(case.config.adapter)
         assert adapter is not None
         if facts["kind"] == "directory" and not adapter.is_quantized:
-            base = AutoModelForCausalLM.from_pretrained(
-                facts["path"], dtype=torch.float32, **trusts
+            shape = case.config.model
+            labels = {} if shape.score_outputs is None else {"num_labels": shape.score_outputs}
+            base = auto_class(shape).from_pretrained(
+                facts["path"], dtype=torch.float32, **labels, **trusts
             )
         else:  # a seed's, another run's, or quantized: no directory has it
             base = skeleton(with_portable_attention(case.config.model), torch.float32)

@@ -22,7 +22,9 @@ from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Read, Unit, persistent_buffers, published_units
 from trainctl.models.tensors import INDEX, ONE_FILE
+from trainctl.models.tokenizer_files import special_tokens_of
 from trainctl.options.adapter import low_rank
+from trainctl.options.objective import objective_of
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.files import write_json
 from trainctl.train.adapters.layers import MergedWeights
@@ -52,7 +54,8 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ExportedCheckpoint:
-    """Write the checkpoint's weights to a new folder that `AutoModelForCausalLM` loads.
+    """Write the checkpoint's weights to a new folder that `AutoModelForCausalLM` loads, or
+    `AutoModelForSequenceClassification` if the objective has a head of its own.
 
     An adapter is merged into its base, which must not have changed.
 
@@ -226,6 +229,11 @@ def _write_config(
         setattr(written, name, number)
     if getattr(written, "eos_token_id", None) is None:  # a user's own class may lack it
         written.eos_token_id = load_tokenizer(config.tokenizer).end_of_document
+    head = objective_of(config.objective).head
+    if head is not None:
+        written.pad_token_id = _padding_id(config)
+        for name, value in head.settings(config.objective).items():
+            setattr(written, name, value)
     written.save_pretrained(folder)
     if config.model.path is not None:
         source = Path(config.model.path).expanduser()
@@ -233,6 +241,20 @@ def _write_config(
         for file in (source / "generation_config.json", *code):
             if file.is_file():
                 shutil.copy(file, folder)
+
+
+def _padding_id(config: RunConfig) -> int | None:
+    """Return the id that pads texts to score; None if there is none that no text ends with.
+
+    transformers takes the score at the last token with another id. So the id that ends a document
+    cannot pad: the score would be that of the token before it.
+    """
+    tokenizer, rows = load_tokenizer(config.tokenizer), config.model.vocab_size
+    named = {} if tokenizer.file is None else special_tokens_of(tokenizer.file)
+    known = tokenizer.id_of(named["pad_token"]) if "pad_token" in named else None
+    if known is not None and known != tokenizer.end_of_document:
+        return known
+    return tokenizer.vocab_size if tokenizer.vocab_size < rows else None
 
 
 def _write_chat(model: PreTrainedModel, config: RunConfig, folder: Path) -> list[str]:

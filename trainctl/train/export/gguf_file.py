@@ -155,7 +155,9 @@ def export_gguf(
 
 
 def _require_published(config: RunConfig) -> None:
-    """Refuse a model of the user's own, of which transformers has no configuration."""
+    """Refuse a model that llama.cpp has no form of: of the user's own, or with a head `score`."""
+    if config.model.score_outputs is not None:
+        raise _unknown("a head `score`")
     if config.model.is_module or config.model.factory is not None:
         raise _unknown("a model of your own code")
 

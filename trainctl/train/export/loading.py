@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 from transformers.utils import logging
 
 from trainctl.data.tokenizer import load_tokenizer
@@ -31,7 +36,7 @@ def load_run_export(run: RunPaths, folder: Path, dtype: str) -> tuple[Any, Any]:
     """
     config = config_of(run)
     trusts_code = config.model.trust_remote_code
-    kind: Any = AutoModelForCausalLM
+    kind: Any = None
     if config.model.factory is not None:
         make_importable(Path(str(read_record(run)["folder"])))  # as on the ranks
         if not is_module_export(folder):
@@ -51,20 +56,24 @@ def load_export(folder: Path, dtype: str | None) -> tuple[Any, Any]:
     Args:
         dtype: Number format of the weights; None is the export's own.
     """
-    model = _load_model(folder, None if dtype is None else TYPES[dtype], AutoModelForCausalLM)
+    model = _load_model(folder, None if dtype is None else TYPES[dtype])
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     return model, AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
 
 
 def _load_model(
-    folder: Path, dtype: torch.dtype | None, kind: Any, *, trusts_code: bool = False
+    folder: Path, dtype: torch.dtype | None, kind: Any = None, *, trusts_code: bool = False
 ) -> Any:
     """Return the model of an export in evaluation mode, read by a class of transformers if the
-    directory has a config.json.
+    directory has a config.json: by `kind`, else by the auto class of its architecture.
     """
     if is_module_export(folder):
         return plain_module(load_module(folder, dtype=dtype))
     settings = {"trust_remote_code": True} if trusts_code else {}
+    if kind is None:
+        named = AutoConfig.from_pretrained(folder, **settings).architectures or [""]
+        has_score = named[0].endswith("ForSequenceClassification")
+        kind = AutoModelForSequenceClassification if has_score else AutoModelForCausalLM
     with _quiet():
         return kind.from_pretrained(folder, dtype=dtype or "auto", **settings)
 

@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AttentionInterface,
-    AutoModelForCausalLM,
     PretrainedConfig,
 )
 from transformers.modeling_utils import PreTrainedModel
@@ -43,7 +43,10 @@ from trainctl.models.anatomy import (
     block_of,
     shape_from_anatomy,
 )
+from trainctl.models.hf_weights import output_layer
+from trainctl.models.tensors import SCORE
 from trainctl.train.models.model import (
+    auto_class,
     blocks,
     class_name,
     factory_model,
@@ -179,6 +182,11 @@ def _read_anatomy(model: ModelConfig) -> Anatomy:
             except KeyError:  # older classes have a table of attentions of their own
                 built = _build_model(model, config, AttentionKind.eager.value)
         require_blocks(built, model)
+        if model.score_outputs is not None and output_layer(built) is not getattr(built, SCORE, 0):
+            raise TrainctlError(
+                f"{type(built).__name__} has no linear layer `{SCORE}`, which the objective trains",
+                hint="a decoder, such as a llama or a qwen3",
+            )
         built.tie_weights()
         built.train()
         if isinstance(built, ModuleModel):
@@ -264,12 +272,13 @@ def _run_forward(built: PreTrainedModel, seen: ForwardProbe) -> Any:
 
 
 def _build_model(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(
+    built: PreTrainedModel = auto_class(model).from_config(
         config,
         dtype=torch.bfloat16,  # torch computes fake shapes of a grouped product for bf16 only
         attn_implementation=attention,
         trust_remote_code=model.trust_remote_code,
     )
+    return built
 
 
 def anatomy_of_built(
@@ -300,6 +309,13 @@ def _refuse_other_tasks(model: ModelConfig, config: PretrainedConfig) -> None:
             f"{what} has no causal language model in transformers",
             hint=failure_hint(model) if has_own_code(model) else "an architecture with one",
         )
+    has_class = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if model.score_outputs is not None and not (has_class or model.trust_remote_code):
+        raise TrainctlError(
+            f"{what} has no class ...ForSequenceClassification in transformers, whose head the "
+            "objective trains",
+            hint="an architecture with one, such as llama or qwen3",
+        )
 
 
 def _refuse_bidirectional_attention(
@@ -324,7 +340,7 @@ class _Reader:
         self._modules = {module: name for name, module in built.named_modules()}
         self._blocks = decoder_blocks(built)
         self._experts = {self._modules[module]: module for module in _expert_modules(built)}
-        self._head = built.get_output_embeddings() or self._last_over_vocabulary()
+        self._head = output_layer(built) or self._last_over_vocabulary()
 
     def _last_over_vocabulary(self) -> nn.Module | None:
         """Return the last linear layer outside the blocks with one row per token, if there is one:

@@ -24,9 +24,9 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.models.tensors import stored_tensors
+from trainctl.models.tensors import SCORE, stored_tensors
 from trainctl.options.adapter import low_rank
-from trainctl.plans.identity import CONTEXT_LENGTH_KEYS, check_model, check_shapes
+from trainctl.plans.identity import START_KEYS, check_model, check_shapes
 from trainctl.plans.trainable import adapted_layers, added_tensors, also_trained, is_partial
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
@@ -101,12 +101,25 @@ def initial_base(whole: FullModel, config: RunConfig, run: RunPaths, process: Pr
         facts["sha256"] = digest(checkpoint.manifest)
         if is_partial(config) and process.is_first:
             _cache_digests(run.base, checkpoint)
-        return Base(whole_weights(checkpoint, whole, process=process, is_start=True), facts)
+        started = whole_weights(checkpoint, whole, process=process, is_start=True)
+        shapes = checkpoint.manifest["shapes"].items()
+        same = {name for name, shape in shapes if shape == whole.shapes.get(name)}
+        return Base(_with_new_head(started, same, whole, seed), facts)
     source = SafetensorsWeights(folder, whole.skeleton)
     facts = {"kind": "directory", "path": str(folder.resolve())}
     if is_partial(config):
         facts["files"] = file_digests(folder, _weight_file_names(folder), run.base, process)
-    return Base(source, facts)
+    return Base(_with_new_head(source, source.names, whole, seed), facts)
+
+
+def _with_new_head(
+    source: WeightSource, names: Collection[str], whole: FullModel, seed: int
+) -> WeightSource:
+    """Return a source that draws the head `score` from the seed, unless it is among `names`."""
+    head = f"{SCORE}.weight"
+    if whole.config.score_outputs is None or head in names:
+        return source
+    return OverlayWeights(SeedWeights.of(whole.config, whole.skeleton, seed), {head}, source)
 
 
 def recorded_base(
@@ -189,11 +202,16 @@ def whole_weights(
         expected |= {tensor.name: list(tensor.shape) for tensor in added}
     elif "base" in manifest:
         expected = {each: shape for each, shape in expected.items() if each in manifest["shapes"]}
-    try:
-        check_model(
-            whole.config, name, manifest, may_differ=CONTEXT_LENGTH_KEYS if is_start else ()
+    compared, saved = expected, manifest["shapes"]
+    if is_start and whole.config.score_outputs is not None:  # another head is no other model
+        inside = f"{whole.skeleton.base_model_prefix}."
+        compared, saved = (
+            {name: shape for name, shape in shapes.items() if name.startswith(inside)}
+            for shapes in (compared, saved)
         )
-        check_shapes(name, manifest, expected)
+    try:
+        check_model(whole.config, name, manifest, may_differ=START_KEYS if is_start else ())
+        check_shapes(name, {"shapes": saved}, compared)
     except TrainctlError as error:
         if is_start:
             raise TrainctlError(f"model.initial_weights: {error.message}") from None

@@ -23,7 +23,13 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -35,7 +41,7 @@ from trainctl.data.user_functions import load_user_function
 from trainctl.engines.protocol import MakeParameter
 from trainctl.engines.shards import ParameterPiece, Pieces, Read, Shard, read_shard
 from trainctl.errors import TrainctlError
-from trainctl.models.hf_weights import Buffer, persistent_buffers
+from trainctl.models.hf_weights import Buffer, output_layer, persistent_buffers
 from trainctl.options.model import Family, families, family_of_type, spec_of
 from trainctl.plans.mup import multipliers
 from trainctl.plans.shapes import final_norm_tensors, head_dim, key_value_heads
@@ -53,7 +59,15 @@ TORCH_TYPES = {
 def transformers_config(model: ModelConfig) -> PretrainedConfig:
     """Return the transformers config of a model, made by its family."""
     made: PretrainedConfig = function_of("model", model.family)(model)
+    if model.score_outputs is not None and made.num_labels != model.score_outputs:
+        made.num_labels = model.score_outputs
     return made
+
+
+def auto_class(model: ModelConfig) -> Any:
+    """Return the class of transformers that builds and loads a model."""
+    has_score = model.score_outputs is not None
+    return AutoModelForSequenceClassification if has_score else AutoModelForCausalLM
 
 
 def directory_config(model: ModelConfig) -> PretrainedConfig:
@@ -129,12 +143,13 @@ def require_all_to_train(model: nn.Module) -> None:
 
 
 def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(
+    built: PreTrainedModel = auto_class(model).from_config(
         transformers_config(model),
         dtype=dtype,
         attn_implementation=model.attention.value,
         trust_remote_code=model.trust_remote_code,
     )
+    return built
 
 
 def factory_model(
@@ -264,7 +279,7 @@ def has_own_code(model: ModelConfig) -> bool:
 def whole_pieces(model: PreTrainedModel) -> Pieces:
     """Return the pieces of a whole skeleton. A tied parameter goes by its first name."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = getattr(model.get_output_embeddings(), "weight", None)
+    head = getattr(output_layer(model), "weight", None)
     inputs_first = {module.weight for module in model.modules() if isinstance(module, Conv1D)}
     return {
         parameter: ParameterPiece(
@@ -353,7 +368,7 @@ def apply_multipliers(model: PreTrainedModel, config: ModelConfig) -> None:
     if not config.mup:
         return
     family, factors = family_of(model), multipliers(config)
-    getattr(model, family.head).register_forward_pre_hook(_multiplied_input(factors["output"]))
+    output_layer(model).register_forward_pre_hook(_multiplied_input(factors["output"]))
     for block in blocks_of(model):
         attention: Any = getattr(block, family.attention.module)
         # transformers' attention modules keep their factor here; no config option sets it.

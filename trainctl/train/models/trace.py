@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
     PretrainedConfig,
     masking_utils,
 )
@@ -48,6 +47,7 @@ from trainctl.train.models.anatomy import (
 )
 from trainctl.train.models.model import (
     TORCH_TYPES,
+    auto_class,
     factory_model,
     failures_in_words,
     transformers_config,
@@ -283,7 +283,7 @@ def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         built = factory_model(model, dtype)
     else:
         config = transformers_config(model)
-        built = AutoModelForCausalLM.from_config(
+        built = auto_class(model).from_config(
             config,
             dtype=dtype,
             attn_implementation=_traceable_attention(model, config).value,

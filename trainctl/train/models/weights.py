@@ -143,8 +143,12 @@ class SafetensorsWeights:
     Args:
         model: The whole model, with or without values.
 
+    Attributes:
+        names: Canonical names of the tensors that the files have.
+
     Raises:
-        TrainctlError: The files do not match the model; names the tensor and the file.
+        TrainctlError: The files do not match the model, its head `score` aside; names the tensor
+            and the file.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
@@ -152,6 +156,7 @@ class SafetensorsWeights:
         self._stored = stored_tensors(folder)
         self._found = StoredModel(model, self._stored)
         self._last: tuple[tuple[str, int | None], dict[str, torch.Tensor]] | None = None
+        self.names = frozenset(self._found.joined)
         problems = self._found.problems
         if problems:
             raise TrainctlError(f"model.initial_weights: {folder}: {'; '.join(problems)}")

@@ -25,6 +25,7 @@ from trainctl.options.objective import (
     LOGITS,
     RECORDS,
     REFERENCE,
+    SCORES,
     objective_of,
 )
 
@@ -89,6 +90,36 @@ class SeenHiddenStates:
     is_counted: torch.Tensor
     """Whether a position has a label, (samples, length)."""
     beside: Beside
+
+
+@dataclass(frozen=True, slots=True)
+class SeenScores:
+    """Outputs of a head `score` at all positions."""
+
+    scores: torch.Tensor
+    """(samples, length, outputs), fp32."""
+    is_counted: torch.Tensor
+    """Whether the token after a position is marked by the data source, (samples, length)."""
+    beside: Beside
+
+    def at_end(self, document: int) -> torch.Tensor:
+        """Return the outputs at the last token of a document of each sample, (samples, outputs)."""
+        is_here = self.beside.documents == document
+        last = (is_here * torch.arange(is_here.shape[1], device=is_here.device)).argmax(dim=1)
+        return self.scores[torch.arange(len(last), device=last.device), last]
+
+    def at_marks(self) -> torch.Tensor:
+        """Return the outputs at marked tokens, (samples, length, outputs): of each at the position
+        before it, where `is_counted` has it.
+        """
+        return self.scores.roll(-1, dims=1)
+
+    def labels_of_marks(self) -> torch.Tensor:
+        """Return the targets of marked tokens, (samples, length); 0 elsewhere."""
+        targets = self.beside.targets
+        assert targets is not None
+        number = (self.is_counted.cumsum(dim=1) - 1).clamp(min=0, max=targets.shape[1] - 1)
+        return targets.gather(1, number).masked_fill(~self.is_counted, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +265,8 @@ class ObjectiveLoss:
         is_counted = labels != IGNORED_LABEL
         if self.reads == HIDDEN_STATES:
             return SeenHiddenStates(output, is_counted, beside)
+        if self.reads == SCORES:
+            return SeenScores(output, is_counted, beside)
         tokens = SeenTokens(output.masked_fill(~is_counted, 0.0), is_counted, beside)
         return SeenPairs.of(tokens) if self._sees_pairs else tokens
 

@@ -19,7 +19,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import CrossEntropyKind, KernelsConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
-from trainctl.options.objective import HIDDEN_STATES, LOGITS
+from trainctl.models.hf_weights import output_layer
+from trainctl.options.objective import HIDDEN_STATES, LOGITS, SCORES
 from trainctl.train.models.model import family_of
 from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.parallel.routers import Routers
@@ -94,9 +95,9 @@ def output_of(
         reads: `Objective.reads`.
         inputs: Keyword arguments of the model's forward pass.
     """
-    if reads == HIDDEN_STATES:
+    if reads in (HIDDEN_STATES, SCORES):
         hidden: torch.Tensor = model.base_model(**inputs).last_hidden_state
-        return hidden
+        return output_layer(model)(hidden).float() if reads == SCORES else hidden  # type: ignore[no-any-return]
     logits: torch.Tensor = model(**inputs).logits
     return logits if reads == LOGITS else log_probabilities(logits, labels, vocabulary)
 

@@ -10,7 +10,7 @@ each axis: those that were tested.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from trainctl.errors import TrainctlError
+from trainctl.models.hf_weights import output_layer
+from trainctl.models.tensors import SCORE
 from trainctl.options.model import Family, Region, family_of_type
 
 COLUMN, GATHERED = ("colwise", "packed_colwise"), ("colwise_gather_output", "colwise_rep")
@@ -100,6 +102,13 @@ class ShardPlan:
             regions=family.regions,
         )
 
+    def vocabulary_head(self, model: PreTrainedModel) -> list[nn.Module]:
+        """Return the output projection; empty for a model whose head has no row per token, which
+        every tensor rank has whole.
+        """
+        head = getattr(model, self.head)
+        return [] if head is getattr(model, SCORE, None) else [head]
+
     def check(self, model: PreTrainedModel, *, sequence_sharded_norms: bool) -> None:
         """Refuse a model that tensor ranks cannot split.
 
@@ -129,7 +138,10 @@ def shard_plan_of(model: PreTrainedModel) -> ShardPlan:
             understood.
     """
     family = family_of_type(model.config.model_type)
-    return from_plans(model) if family is None else ShardPlan.of_family(family)
+    if family is None:
+        return from_plans(model)
+    head = SCORE if hasattr(model, SCORE) else family.head
+    return replace(ShardPlan.of_family(family), head=head)
 
 
 def tensor_parallel_shares(model: PreTrainedModel) -> dict[str, int]:
@@ -145,7 +157,7 @@ def tensor_parallel_shares(model: PreTrainedModel) -> dict[str, int]:
         return {}
     decoder = getattr(model, where.decoder)
     shares: dict[nn.Parameter, int] = {}
-    for owner in (getattr(decoder, where.embedding), getattr(model, where.head)):
+    for owner in (getattr(decoder, where.embedding), *where.vocabulary_head(model)):
         shares |= dict.fromkeys(owner.parameters(), model.config.vocab_size)
     for block in getattr(decoder, where.blocks):
         for region in where.regions:
@@ -201,7 +213,7 @@ def from_plans(model: PreTrainedModel) -> ShardPlan:
         blocks=blocks,
         final_norm=_require_single(model, iter(after)),
         head=_require_single(
-            model, (n for n, m in model.named_children() if m is model.get_output_embeddings())
+            model, (name for name, child in model.named_children() if child is output_layer(model))
         ),
         regions=_find_regions(model, getattr(decoder, blocks), f"{blocks}.*.", styles),
     )

@@ -67,7 +67,7 @@ def shard_model(
     where.check(model, sequence_sharded_norms=sequence_sharded_norms)
     decoder = getattr(model, where.decoder)
     blocks = getattr(decoder, where.blocks)
-    ends = (getattr(decoder, where.embedding), getattr(model, where.head))
+    ends = (getattr(decoder, where.embedding), *where.vocabulary_head(model))
     shards = _shard_vocabulary(model, ends, pieces, axis)
     for block in blocks:
         for region in where.regions:

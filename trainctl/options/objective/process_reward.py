@@ -1,0 +1,21 @@
+"""Process reward model: the probability that each step of an answer is right."""
+
+from __future__ import annotations
+
+from trainctl.config.schema import ObjectiveConfig
+from trainctl.options.data import SampleKind
+from trainctl.options.objective import SCORES, TOKENS, Head, Objective
+
+SPEC = Objective(
+    name="process_reward",
+    keys=ObjectiveConfig,
+    build="trainctl.train.objectives.scores:process_reward",
+    takes=SampleKind.steps,
+    counts=TOKENS,
+    reads=SCORES,
+    head=Head(
+        outputs=lambda section: 1,
+        settings=lambda section: {"problem_type": "regression", "id2label": {0: "reward"}},
+    ),
+    measures=("accuracy", "probability", "label"),
+)

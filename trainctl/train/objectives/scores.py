@@ -1,0 +1,79 @@
+"""Objectives that read a head `score`: reward models, and classifiers of texts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from trainctl.config.schema import ObjectiveConfig
+from trainctl.options.objective.classify import COUNTS, ClassifyConfig, Labelling
+from trainctl.options.objective.reward import RewardModelConfig
+from trainctl.train.objectives.base import Measured, SeenScores
+from trainctl.train.objectives.preferences import rewards
+
+
+def reward(config: RewardModelConfig, seen: SeenScores) -> Measured:
+    """Return the Bradley-Terry loss of pairs, -log sigmoid(r_c - r_r - margin).
+
+    `centering` adds its multiple of (r_c + r_r)^2 (arXiv:2312.09244, section 2).
+    """
+    chosen, rejected = (seen.at_end(document).squeeze(-1) for document in (0, 1))
+    targets = seen.beside.targets
+    margin = 0.0 if targets is None else targets[:, 0].nan_to_num(0.0)
+    losses = -F.logsigmoid(chosen - rejected - margin)
+    if config.centering:
+        losses = losses + config.centering * (chosen + rejected).square()
+    return losses, rewards(chosen, rejected)
+
+
+def process_reward(config: ObjectiveConfig, seen: SeenScores) -> Measured:
+    """Return the binary cross entropy of each step's label, 0 to 1, at the step's last token."""
+    scores, labels = seen.at_marks().squeeze(-1), seen.labels_of_marks()
+    losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+    return losses, {
+        "accuracy": ((scores > 0) == (labels > 0.5)).float(),
+        "probability": scores.sigmoid(),
+        "label": labels,
+    }
+
+
+def classify(config: ClassifyConfig, seen: SeenScores) -> Measured:
+    """Return the losses of transformers' sequence classifiers, one for each text."""
+    scores, targets = seen.at_end(0), seen.beside.targets
+    assert targets is not None
+    if config.problem is Labelling.regression:
+        return _regression(scores, targets)
+    weights = scores.new_tensor(config.class_weights) if config.class_weights else None
+    classes = torch.arange(config.outputs, device=scores.device)
+    labels = (targets[..., None] == classes).any(dim=1)
+    if config.problem is Labelling.single_label:
+        losses = F.cross_entropy(
+            scores,
+            labels.float(),
+            weight=weights,
+            reduction="none",
+            label_smoothing=config.label_smoothing,
+        )
+        predicted = scores.argmax(dim=-1, keepdim=True) == classes
+    else:
+        losses = F.binary_cross_entropy_with_logits(
+            scores, labels.float(), pos_weight=weights, reduction="none"
+        ).mean(dim=-1)
+        predicted = scores > 0
+    counts = dict(zip(COUNTS, (predicted & labels, predicted, labels), strict=True))
+    return losses, {
+        "accuracy": (predicted == labels).all(dim=-1).float(),
+        **{f"{what}_{n}": counts[what][:, n].float() for what in COUNTS for n in classes.tolist()},
+    }
+
+
+def _regression(scores: torch.Tensor, targets: torch.Tensor) -> Measured:
+    """Return the mean squared error of each text's numbers; absent numbers do not count."""
+    is_there = ~targets.isnan()
+    errors = torch.where(is_there, scores - targets.nan_to_num(0.0), 0.0)
+    number = is_there.sum(dim=-1).clamp(min=1)
+    losses = errors.square().sum(dim=-1) / number
+    return losses, {
+        "mean_squared_error": losses,
+        "mean_absolute_error": errors.abs().sum(dim=-1) / number,
+    }
