@@ -30,10 +30,14 @@ fp32 scores, fp64 probabilities and their sums; a sort with its indices, and sum
 ROLLOUT, ROLLOUT_BY_LAYER = "rollout", "rollout_by_layer"
 """Names of the phase: with all weights whole on each rank, or gathered for each token."""
 
-MEMORY_SHARE, WHOLE_SHARE = 0.75, 0.9
-"""Share of a device's memory that answers may fill, since fragmentation and the budget's own doubt
-take up to a quarter more; and that one answer with all weights may fill, since gathering weights
-for each token takes a hundred times longer.
+MEMORY_SHARE = 0.75
+"""Share of a device's memory that a rollout may fill: fragmentation and the budget's own doubt take
+up to a quarter more.
+"""
+
+GATHERED_TOKEN = 8
+"""Time of a token for which weights are gathered, over the time of one that reads whole weights: at
+least this, as links between devices are that much slower than memory.
 """
 
 ANSWERS_AT_ONCE = 64
@@ -92,11 +96,11 @@ def rollout_phase(rank: RankMemory, *, partitioned: int, module: int) -> dict[st
     answers = answers_of_rank(plan, section)
     name, gathered, most = ROLLOUT, partitioned, ANSWERS_AT_ONCE
     if capacity is not None:
-        others, each = rank.resident.total + prefill, cache + logits
-        if module < partitioned and others + partitioned + each > WHOLE_SHARE * capacity:
-            name, gathered = ROLLOUT_BY_LAYER, module
-        most = max(1, (int(MEMORY_SHARE * capacity) - others - gathered) // each)
-    count = min(answers, section.rollout_batch_size or most)
+        free = int(MEMORY_SHARE * capacity) - rank.resident.total - prefill
+        most, more = ((free - held) // (cache + logits) for held in (partitioned, module))
+        if GATHERED_TOKEN * most < min(more, answers):
+            name, gathered, most = ROLLOUT_BY_LAYER, module, more
+    count = min(answers, section.rollout_batch_size or max(1, most))
     moment = rank.resident.plus(key_value_cache=count * cache, gathered_parameters=gathered)
     draws = count * logits > prefill
     return {name: moment.plus(logits=count * logits) if draws else moment.plus(activations=prefill)}
