@@ -34,6 +34,7 @@ from trainctl.data.document_selection import (
     selection_digest,
 )
 from trainctl.data.pretokenized_corpus import chunks_in_place
+from trainctl.data.prompts import KeptRecords
 from trainctl.data.store import DamagedPart, TokenStore, files_in_order
 from trainctl.data.targets import TargetLayout
 from trainctl.data.task_workers import run_tasks
@@ -225,6 +226,7 @@ class CorpusBuilder:
                     {DROPPED: kept.dropped[self.name]} if kept is not None else None,
                     is_marked=stores_loss_mask(self.config),
                     targets=targets,
+                    keeps_records=isinstance(store.tokenizer, KeptRecords),
                 )
             except DamagedPart as damage:
                 self.notify(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")

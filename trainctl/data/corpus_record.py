@@ -20,7 +20,12 @@ from trainctl.data.token_arrays import JoinedSpans, LossMask, Span, Tokens, Unma
 from trainctl.errors import ExitCode, TrainctlError
 
 FORMAT = 2
-_BLOCKS = ("blocks", "ends_blocks", "origin_blocks", "targets_blocks")
+_BLOCKS = ("blocks", "ends_blocks", "origin_blocks", "targets_blocks", "records_blocks")
+_OPTIONAL = (
+    *("targets", "targets_blocks", "target_width", "classes"),
+    *("records", "records_blocks", "records_bytes"),
+)
+"""Fields that `corpus.json` does not have where they are empty."""
 ENDS = "<u8"
 """numpy dtype of document ends."""
 ORIGIN = np.dtype([("file", "<u4"), ("line", "<u8")])
@@ -61,6 +66,10 @@ class Split:
     """
     targets_blocks: tuple[int, ...] = ()
     target_width: int = 0
+    records: str = ""
+    """Name of the file with a line of JSON for each document (`data.prompts`); empty without."""
+    records_blocks: tuple[int, ...] = ()
+    records_bytes: int = 0
 
     def files(self, dtype: str) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         """Yield each file of the split with its size in bytes and its block checksums."""
@@ -73,6 +82,8 @@ class Split:
         if self.targets:
             size = self.documents * self.target_width * np.dtype(TARGET).itemsize
             yield self.targets, size, self.targets_blocks
+        if self.records:
+            yield self.records, self.records_bytes, self.records_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +113,10 @@ class Corpus:
     """Names of the classes that targets number; empty if targets are numbers of another kind."""
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the record as plain data, without fields about targets if there are none."""
+        """Return the record as plain data, without `_OPTIONAL` fields that are empty."""
         plain = asdict(self)
         for fields in (plain, plain["train"], plain["held_out"]):
-            for name in ("targets", "targets_blocks", "target_width", "classes"):
+            for name in _OPTIONAL:
                 if name in fields and not fields[name]:
                     del fields[name]
         return plain
@@ -155,6 +166,12 @@ class Corpus:
         size = split.documents * split.target_width
         found = self._mapped(split, split.targets, TARGET, size, in_order=False)
         return found.reshape(-1, split.target_width)
+
+    def records(self, split: Split) -> npt.NDArray[np.uint8] | None:
+        """Return the bytes of the file with a line for each document; None if there is none."""
+        if not split.records:
+            return None
+        return self._mapped(split, split.records, "u1", split.records_bytes, in_order=False)
 
     def as_without_ends(self) -> Corpus:
         """Return a copy without document ends and origins, as in an older corpus."""

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,6 +49,7 @@ def write_corpus(
     *,
     is_marked: bool = False,
     targets: TargetLayout = NO_TARGETS,
+    keeps_records: bool = False,
 ) -> None:
     """Write tokens into a folder, which replaces an existing one.
 
@@ -61,6 +63,7 @@ def write_corpus(
         facts: Other files of the folder, by name, as plain JSON.
         is_marked: Whether ids carry loss marks (`data.token_arrays`).
         targets: Layout of the chunks' targets.
+        keeps_records: Whether chunks have a line of JSON for each document.
 
     Raises:
         TrainctlError: Whatever making the chunks raises, or the folder cannot be written (exit code
@@ -79,6 +82,7 @@ def write_corpus(
             has_origin=bool(files),
             is_marked=is_marked,
             targets=targets,
+            keeps_records=keeps_records,
         )
         account = bad()
         with convert_write_errors(folder):
@@ -115,6 +119,7 @@ def _write_temporary(
     has_origin: bool,
     is_marked: bool,
     targets: TargetLayout,
+    keeps_records: bool,
 ) -> Corpus:
     vocab_size = tokenizer.vocab_size
     dtype = dtype_for(marked_vocab_size(vocab_size) if is_marked else vocab_size)
@@ -132,6 +137,7 @@ def _write_temporary(
                 opened(f"{split}.origin") if has_origin else None,
                 opened(f"{split}.targets") if targets.width else None,
                 targets.width,
+                opened(f"{split}.records") if keeps_records else None,
             )
             for split in ("train", "held_out")
         }
@@ -204,6 +210,8 @@ class _SplitWriter:
     origin: _CheckedFile | None
     targets: _CheckedFile | None
     target_width: int
+    records: _CheckedFile | None
+    records_bytes: int = 0
     tokens: int = 0
     documents: int = 0
     spans: list[Span] = field(default_factory=list)
@@ -223,22 +231,24 @@ class _SplitWriter:
         if self.targets is not None:
             assert chunk.targets is not None
             self.targets.write(memoryview(chunk.targets.astype(TARGET).tobytes()))
+        if self.records is not None:
+            self.records.write(memoryview(chunk.records))
+            self.records_bytes += len(chunk.records)
         self.tokens += len(chunk.ids) if chunk.span is None else chunk.span.tokens
         self.documents += len(chunk.ends)
 
     def finish(self) -> Split:
         """Sync the files and return the record of the split."""
-        for file in (self.ids, self.ends, self.origin, self.targets):
+        for file in (self.ids, self.ends, self.origin, self.targets, self.records):
             if file is not None:
                 file.finish()
         in_place = tuple(self.spans)
         digest = self.ids.sha256.hexdigest()
         if in_place:
             digest = digest_of_spans(in_place, self.ends.sha256.hexdigest())
-        elif self.targets is not None:
-            digest = hashlib.sha256(
-                self.ids.sha256.digest() + self.targets.sha256.digest()
-            ).hexdigest()
+        beside = [file.sha256.digest() for file in (self.targets, self.records) if file is not None]
+        if beside:
+            digest = hashlib.sha256(b"".join([self.ids.sha256.digest(), *beside])).hexdigest()
         return Split(
             f"{self.name}.bin" if not in_place else "",
             self.tokens,
@@ -253,6 +263,9 @@ class _SplitWriter:
             f"{self.name}.targets" if self.targets is not None else "",
             tuple(self.targets.blocks) if self.targets is not None else (),
             self.target_width,
+            f"{self.name}.records" if self.records is not None else "",
+            tuple(self.records.blocks) if self.records is not None else (),
+            self.records_bytes,
         )
 
 
@@ -323,6 +336,8 @@ class Chunk:
     """Location of tokens that stay in place; `ids` are then a sample of them, for counting."""
     targets: npt.NDArray[np.float32] | None = None
     """Targets of each document, (documents, width); None if the corpus has none."""
+    records: bytes = b""
+    """A line of JSON for each document; empty if the corpus keeps none."""
 
 
 def store_chunks(
@@ -353,11 +368,18 @@ def store_chunks(
         skipped = np.array([before.get(piece.file, 0) for piece in task.pieces])[pieces]
         line_of = origin["line"] + np.where(origin["line"], skipped, 0)
         ids, ends = part.ids(), part.ends().astype(np.int64)
+        records = part.records()
         rows = targets.align(part.target_rows(), part.targets)
         for split, chosen in (("held_out", held_out & kept), ("train", ~held_out & kept)):
             if chosen.any():
-                found = _select_documents(ids, ends, chosen)
-                yield Chunk(split, *found, file_of[chosen], line_of[chosen], targets=rows[chosen])
+                yield Chunk(
+                    split,
+                    *_select_documents(ids, ends, chosen),
+                    file_of[chosen],
+                    line_of[chosen],
+                    targets=rows[chosen],
+                    records=b"".join(compress(records, chosen)),
+                )
         for piece, facts in zip(task.pieces, part.pieces, strict=True):
             before[piece.file] = before.get(piece.file, 0) + facts.lines
 

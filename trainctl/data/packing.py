@@ -265,7 +265,7 @@ def load_bins(
     """
     if config.data.packing is Packing.stream or not split.tokens:
         return None
-    length, cache = config.training.sequence_length, cache_folder()
+    length, cache = longest_record(config), cache_folder()
     of = {
         "format": FORMAT,
         "digest": corpus.digest,
@@ -289,13 +289,19 @@ def load_bins(
     return bins
 
 
+def longest_record(config: RunConfig) -> int:
+    """Return the most tokens that a sample has of the corpus: of prompts, without their answers."""
+    most = getattr(config.objective, "max_prompt_tokens", config.training.sequence_length)
+    return min(most, config.training.sequence_length)
+
+
 def _has_records(config: RunConfig) -> bool:
     """Return True if each sample is one record, which is not packed with others."""
     return spec_of(config.data).gives is not SampleKind.text
 
 
 def _pack_split(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
-    length, ends = config.training.sequence_length, _document_ends(corpus, split)
+    length, ends = longest_record(config), _document_ends(corpus, split)
     loss_mask = corpus.loss_mask(split)
     if loss_mask is None:
         return pack_pieces(document_pieces(ends, length), length)
@@ -313,8 +319,10 @@ def _pack_split(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
         longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
         problem = f"a {what} has {longest:,} tokens"
     if is_error and counts["dropped_too_long"]:
+        is_prompt = length < config.training.sequence_length
+        limit = "objective.max_prompt_tokens" if is_prompt else "training.sequence_length"
         raise TrainctlError(
-            f"{problem}, and training.sequence_length is {length:,}",
+            f"{problem}, and {limit} is {length:,}",
             hint=f"a longer sequence; or data.on_too_long={others}drop, which leaves such out",
         )
     return replace(bins, counts=counts)

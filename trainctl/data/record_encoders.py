@@ -6,6 +6,7 @@
 | `preferences` | prompt, chosen answer, prompt, rejected answer | the answers | margin, if any |
 | `answers` | prompt, answer | the answer | 1 if it is good, else 0 |
 | `labelled` | the text, or the two texts | | its label |
+| `prompts` | the prompt | | |
 | `steps` | prompt, steps | the last token of each step | a label for each step |
 | `similar` | query, positive, negatives | the first token of each text but the query | |
 
@@ -162,6 +163,32 @@ class AnswerEncoder(_AnswersEncoder):
     def targets(self, text: str) -> Targets:
         """Return 1 if the answer is good, else 0."""
         return [float(json.loads(text)["label"])]
+
+
+class PromptEncoder(_AnswersEncoder):
+    """Encoder of prompts, each as the JSON that `data=prompts` makes of it."""
+
+    keys = ()
+
+    def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        prompt = record["prompt"]
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode(prompt)
+        elif isinstance(self._template, TrainctlError):
+            raise self._template
+        else:
+            ids = self._template.prompt(prompt, record.get("tools"))
+        _require_tokens([ids], str(prompt))
+        return ids, np.zeros(len(ids), dtype=bool)
+
+    def record(self, text: str, ids: Ids) -> bytes:
+        """Return the line of a prompt that a corpus keeps (`data.prompts`)."""
+        record = json.loads(text)
+        prompt, columns = record["prompt"], record["columns"]
+        if not isinstance(prompt, str):
+            columns = {"messages": prompt, **columns}
+            prompt = self._tokenizer.decode(ids.tolist(), with_special=True)
+        return json.dumps([prompt, columns], separators=(",", ":")).encode() + b"\n"
 
 
 class StepsEncoder(_RecordEncoder[StepsConfig]):

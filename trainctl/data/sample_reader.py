@@ -10,6 +10,7 @@ import numpy.typing as npt
 from trainctl.data.corpus import Corpus, Split
 from trainctl.data.infilling import Infilling
 from trainctl.data.packing import Bins
+from trainctl.data.prompts import Prompt, PromptRecords
 from trainctl.plans.mixture import samples_in
 
 
@@ -68,6 +69,8 @@ class SampleReader:
         self._ends = corpus.ends(split)
         self._targets = corpus.targets(split)
         self.target_width = split.target_width
+        raw = corpus.records(split)
+        self._records = PromptRecords(raw) if raw is not None else None
         self._end_of_document = corpus.end_of_document
         self._length = length
         self._bins = bins
@@ -81,6 +84,14 @@ class SampleReader:
             return [(index * self._length, (index + 1) * self._length)]
         starts, lengths = self._bins.pieces(index)
         return [(start, start + size) for start, size in zip(starts, lengths, strict=True)]
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt of a sample, in a corpus of prompts."""
+        assert self._records is not None
+        assert self._ends is not None
+        ((start, end),) = self.pieces(index)
+        document = int(np.searchsorted(self._ends, self._ends.dtype.type(start), side="right"))
+        return self._records.prompt(document, self._tokens[start:end])
 
     def read(
         self, indices: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64] | None = None

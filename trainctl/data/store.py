@@ -44,6 +44,7 @@ import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig
 from trainctl.data.cache_files import convert_write_errors, map_array, write_synced
+from trainctl.data.prompts import RECORDS, KeptRecords
 from trainctl.data.targets import NO_TARGETS, TARGET, TargetLayout, targets_of
 from trainctl.data.tasks import Claims, FileRange, Task, plan_tasks
 from trainctl.data.tokenizer import Encoder, dtype_for, encode_documents
@@ -130,6 +131,12 @@ class StorePart:
             return np.empty((self.documents, 0), TARGET)
         return self._read("targets.bin", TARGET).reshape(-1, self.targets.width)
 
+    def records(self) -> list[bytes]:
+        """Return the line of each document that `KeptRecords` made; empty if none are kept."""
+        if RECORDS not in self.files:
+            return []
+        return bytes(self._read(RECORDS, "u1")).splitlines(keepends=True)
+
     def _read(self, name: str, dtype: Any) -> npt.NDArray[Any]:
         """Map a file of the part as an array.
 
@@ -172,7 +179,7 @@ def write_part(
     dtype = dtype_for(tokenizer.vocab_size)
     ends: list[int] = []
     origins: list[tuple[int, int]] = []
-    hashes = bytearray()
+    hashes, records = bytearray(), bytearray()
     targets = []
     tokens = text_bytes = checksum = 0
     folder.mkdir()
@@ -188,6 +195,8 @@ def write_part(
             hashes += hashlib.sha256(utf_8).digest()[:HASH_BYTES]
             text_bytes += len(utf_8)
             targets.append(targets_of(tokenizer, text))
+            if isinstance(tokenizer, KeptRecords):
+                records += tokenizer.record(text, ids)
             progress(len(text))
         stream.flush()
         os.fsync(stream.fileno())
@@ -200,6 +209,8 @@ def write_part(
     layout = TargetLayout.of(targets)
     if layout.width:
         arrays["targets.bin"] = layout.to_array(targets).tobytes()
+    if isinstance(tokenizer, KeptRecords):
+        arrays[RECORDS] = bytes(records)
     files |= {name: write_synced(folder / name, raw) for name, raw in arrays.items()}
     manifest = {
         "dtype": dtype,

@@ -84,12 +84,17 @@ def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]
         raise BadRecord("not an object with a conversation in it")
     messages = [_read_message(each) for each in _READERS[_shape_of(record, shape)](record)]
     _require_order(messages)
+    tools = _read_tools(record)
+    return {"messages": messages, **({"tools": tools} if tools else {})}
+
+
+def _read_tools(record: Record) -> list[dict[str, Any]] | None:
     tools = record.get("tools")
     if isinstance(tools, str):
         tools = _parse_json(tools) if tools.strip() else None
     if tools and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
         raise BadRecord("`tools` is no list of JSON schemas")
-    return {"messages": messages, **({"tools": tools} if tools else {})}
+    return tools
 
 
 def as_text(conversation: Mapping[str, Any]) -> str:
@@ -259,6 +264,44 @@ def pair_of(record: object) -> dict[str, Any]:
         raise BadRecord("the chosen and the rejected answer are the same")
     margin = record.get("margin")
     return {**pair, **({} if margin is None else {"margin": number_of(margin, "margin")})}
+
+
+def prompt_of(record: object, key: str = "prompt") -> dict[str, Any]:
+    """Return the prompt of a record: `prompt`, `tools` where there are any, and `columns`, which
+    has all other keys.
+
+    The prompt is a text, or a list of messages that the assistant is to answer.
+
+    Raises:
+        BadRecord: There is no such key, the prompt is empty, its roles are out of order, or more
+            than one answer is to be generated.
+    """
+    if not isinstance(record, Mapping) or record.get(key) is None:
+        has = ", ".join(map(repr, list(record)[:8])) if isinstance(record, Mapping) else "no object"
+        raise BadRecord(f"it has {has or 'nothing'}, and no {key!r}")
+    prompt, columns = record[key], {name: each for name, each in record.items() if name != key}
+    if isinstance(prompt, str) and prompt:
+        return {"prompt": prompt, "columns": columns}
+    if not prompt:
+        raise BadRecord("the prompt is empty")
+    messages = _parse_list(prompt, key)
+    if any(not _has_content(each) for each in messages) or messages[-1].get("role") == "assistant":
+        raise BadRecord(
+            "an answer before the end is to be generated, or none: a prompt ends with a message of "
+            "the user or a tool, and one answer to it is sampled (no multi-turn rollouts)"
+        )
+    messages = [_read_message(each) for each in messages]
+    _require_order([*messages, {"role": "assistant"}])
+    tools = _read_tools(record)
+    columns.pop("tools", None)
+    return {"prompt": messages, **({"tools": tools} if tools else {}), "columns": columns}
+
+
+def _has_content(message: object) -> bool:
+    """Return False for a message of the assistant that has neither text nor calls."""
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return isinstance(message, Mapping)
+    return bool(message.get("content") or message.get("tool_calls"))
 
 
 def number_of(value: object, key: str) -> float:

@@ -18,6 +18,7 @@ from trainctl.data.infilling import infilling_settings
 from trainctl.data.mixture import sample_order
 from trainctl.data.order import SampleOrder
 from trainctl.data.packing import load_bins, packed_token_count
+from trainctl.data.prompts import Prompt
 from trainctl.data.sample_reader import SampleBatch, SampleReader
 from trainctl.data.streaming.corpora import Stream, StreamedCorpus
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
@@ -69,6 +70,7 @@ class PackedDataset:
         self.num_samples = self._samples.num_samples
         self.read, self.pieces = self._samples.read, self._samples.pieces
         self.target_width = self._samples.target_width
+        self.prompt = self._samples.prompt
 
     def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
         """Return the samples at `indices`; index -1 gives a sample without labels (padding)."""
@@ -221,6 +223,15 @@ class TrainingData:
             self._micro_batch(*of_pass, batch.sequence_length)
             for of_pass in zip(samples.source, samples.index, samples.epoch, strict=True)
         ]
+
+    def prompt(self, number: int) -> Prompt:
+        """Return the prompt at a place of the run's order, counted from 0."""
+        found = self.order.at(np.array([number]))
+        ((name, index),) = zip(found.source.tolist(), found.index.tolist(), strict=True)
+        (dataset,) = (
+            each for key, each in self.datasets.items() if key[0] == self.order.names[name]
+        )
+        return dataset.prompt(index)
 
     def counters(self, first_sample: int, batch: Batch) -> npt.NDArray[np.int64]:
         """Return the sample counters of this rank's micro-batches, (passes, micro_batch_size)."""
