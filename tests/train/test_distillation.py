@@ -264,7 +264,10 @@ def recorded(run: RunPaths, kind: str) -> list[dict]:
 
 @pytest.mark.slow
 def test_every_layout_has_one_curve_and_asks_the_teacher_once(teacher, tmp_path, monkeypatch):
-    """Each layout computes the teacher's log-probabilities by itself, in a folder of its own."""
+    """Layouts compute the teacher's log-probabilities by themselves, in folders of their own.
+
+    The tensor ranks find those of one process, of which two shares are missing as after a kill.
+    """
     layouts = {
         "alone": (1, {"zero_stage__stage": 0}),
         "zero 3": (2, {"zero_stage__stage": 3}),
@@ -272,6 +275,7 @@ def test_every_layout_has_one_curve_and_asks_the_teacher_once(teacher, tmp_path,
     }
     runs = {name: RunPaths(tmp_path / name) for name in [*layouts, "resumed"]}
     stores = {name: tmp_path / f"store {name}" for name in runs}
+    stores["tensor"] = stores["alone"]
     plans = {
         name: tiny_plan(
             distilling(teacher, objective__teacher_log_probabilities=str(stores[name]), **changes),
@@ -280,9 +284,15 @@ def test_every_layout_has_one_curve_and_asks_the_teacher_once(teacher, tmp_path,
         for name, (processes, changes) in layouts.items()
     }
     train_cases(1, [Case(plans["alone"], runs["alone"])])
+    shares = sorted(stores["alone"].glob("teacher-*/*.bin"))
+    for share in shares[3:5]:
+        share.unlink()
+    kept = {share: share.stat().st_mtime_ns for share in shares if share.exists()}
     here = [name for name, (processes, _) in layouts.items() if processes == 2]
     cases = [Case(plans[name], runs[name]) for name in here]
     train_cases(2, [*cases, Case(with_stop(plans["zero 3"], 3), runs["resumed"])], together=True)
+    assert {share: share.stat().st_mtime_ns for share in kept} == kept
+    assert sorted(stores["alone"].glob("teacher-*/*.bin")) == shares
     first, *_, last = recorded(runs["alone"], "step")
     assert last["objective"]["divergence"] < 0.95 * first["objective"]["divergence"]
     for name in layouts:

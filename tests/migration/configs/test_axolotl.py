@@ -191,6 +191,21 @@ def test_the_strengths_of_preference_losses():
     assert "orpo_alpha" in left(result, why=Why.ignored)
 
 
+def test_distillation_keeps_the_weights_of_both_losses():
+    keys = {"kd_trainer": True, "kd_alpha": 0.9, "kd_ce_alpha": 0.1, "kd_temperature": 2.0}
+    result = imported(**keys, kd_beta=1.0, kd_normalize_topk=True)
+    assert result.choices["objective"] == "distill"
+    assert result.settings["objective.label_weight"] == pytest.approx(0.1 / 3.7, abs=1e-6)
+    assert result.settings["objective.temperature"] == 2.0
+    assert result.settings["objective.divergence"] == "reverse_kl"
+    assert {"kd_normalize_topk", "kd_online_server_model"} <= left(result) | left(
+        result, why=Why.default
+    )
+    none = imported(kd_temperature=2.0)
+    assert none.choices["objective"] == "next_token"
+    assert "kd_temperature" in left(none, why=Why.ignored)
+
+
 def test_samples_that_are_not_packed_differ_by_default():
     keys = {"datasets": [{"path": "a.jsonl", "type": "chat_template"}], "sample_packing": None}
     assert "sample_packing" in left(imported(**keys))  # empty is the default

@@ -111,6 +111,15 @@ def test_objectives():
     assert simpo.settings["objective.gamma_ratio"] == 0.5
     orpo = convert(**{"class": "trl.experimental.orpo.ORPOConfig", "beta": 0.3})
     assert orpo.choices["objective"] == "orpo" and orpo.settings["objective.weight"] == 0.3
+    keys = {"teacher_model_name_or_path": "/models/large", "lmbda": 0, "seq_kd": False}
+    for beta, kind in ((0.0, "forward_kl"), (1.0, "reverse_kl"), (0.3, "jsd"), (None, "jsd")):
+        distill = convert(**keys, beta=beta)
+        assert distill.choices["objective"] == "distill" and "lmbda" not in left(distill)
+        assert distill.settings["objective.teacher"] == "/models/large"
+        assert distill.settings["objective.divergence"] == kind
+    assert distill.settings["objective.beta"] == 0.5
+    distill = convert(teacher_model_name_or_path="org/large", lmbda=0.5)
+    assert {"teacher_model_name_or_path", "lmbda"} <= {*left(distill)}
     rewards = convert(beta=0.0, reward_funcs=["accuracy"], num_generations=4)
     assert rewards.choices["objective"] == "next_token"
     assert {"reward_funcs", "num_generations"} <= {*left(rewards)}

@@ -286,6 +286,7 @@ def attach_teacher(
     if tasks:
         _compute(plan, process, [*zip(sides, stores, strict=True)], tasks, sha256, tell)
         process.barrier()
+        tell("building the model and its engine")
         gc.collect()  # the teacher, before the student is built
         if process.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -398,7 +399,7 @@ def _compute(
     model = teacher.load(plan, device)
     with inference(model):
         for done, (place, share) in enumerate(own):
-            tell(f"teacher: {done:,} of {len(own):,} shares of this rank's samples")
+            tell(f"teacher: share {done + 1:,} of {len(own):,}")
             _write_share(plan, model, *pairs[place], share, device)
 
 

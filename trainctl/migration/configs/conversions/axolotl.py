@@ -160,6 +160,8 @@ def objective(source: Conversion) -> None:
             source.leave(
                 "cpo_alpha", "the loss of the chosen answer is not added", "objective=orpo"
             )
+    elif not kind and source.get("kd_trainer"):
+        used |= _distillation(source)
     else:
         source.set("objective", "next_token")
         if kind:
@@ -168,6 +170,25 @@ def objective(source: Conversion) -> None:
     for name in names:
         if name != "rl" and name not in used and source.given(name):
             source.leave(name, f"rl: {kind or 'none'} does not use it", why=Why.ignored)
+
+
+def _distillation(source: Conversion) -> set[str]:
+    """Convert the distillation of Axolotl's plugin; return the keys that it uses.
+
+    Its loss is kd_alpha T^2 divergence + kd_ce_alpha cross entropy (integrations/kd): ours is that
+    divided by the sum of both weights.
+    """
+    source.set("objective", "distill", "kd_trainer")
+    temperature = source.number("kd_temperature") or 1.0
+    source.set("objective.temperature", temperature, "kd_temperature")
+    soft, hard = source.number("kd_alpha") or 0.0, source.number("kd_ce_alpha") or 0.0
+    soft *= temperature**2
+    weight = hard / (soft + hard) if soft + hard else 0.0
+    source.set("objective.label_weight", round(weight, 6), "kd_alpha", "kd_ce_alpha")
+    trainer.convert_teacher(source, "kd_online_server_model", "kd_beta", default_beta=0.0)
+    if source.given("kd_online_topk"):
+        source.set("objective.top_k", source.get("kd_online_topk"), "kd_online_topk")
+    return {name for name in source.table.keys if name.startswith("kd_")}
 
 
 def _loss_of_pairs(source: Conversion) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
+from trainctl.models.directory import is_hub_name
 
 
 def length(source: Conversion) -> None:
@@ -276,3 +277,30 @@ def trackers(source: Conversion) -> None:
             f"logging.to=[{', '.join(TRACKERS)}], or a logger of your own (docs/options.md)",
             value=other,
         )
+
+
+def convert_teacher(source: Conversion, teacher: str, beta: str, *, default_beta: float) -> None:
+    """Convert the teacher of a distillation, and the divergence that `beta` selects.
+
+    0 is the forward KL, 1 the reverse, and between them the generalized Jensen-Shannon divergence.
+
+    Args:
+        teacher: Key with a directory or a name on the hub.
+        beta: Key with the divergence, as in TRL's GKD.
+    """
+    path, value = source.get(teacher), source.number(beta)
+    if path is None:
+        source.leave(teacher, "log-probabilities in the data are not read", "objective.teacher=DIR")
+    elif is_hub_name(str(path)):
+        source.leave(
+            teacher,
+            "a teacher is a directory",
+            f"hf download {path} --local-dir DIR, and objective.teacher=DIR",
+        )
+    else:
+        source.set("objective.teacher", str(path), teacher)
+    value = default_beta if value is None else value
+    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(value), "jsd")
+    source.set("objective.divergence", kind, beta)
+    if kind == "jsd":
+        source.set("objective.beta", value, beta)

@@ -254,7 +254,12 @@ def learnt(source: Conversion) -> None:
 
 
 PAIRS = ("dpo", "orpo", "simpo")
-CLASSES = {"DPOConfig": "dpo", "ORPOConfig": "orpo", "SFTConfig": "next_token"}
+CLASSES = {
+    "DPOConfig": "dpo",
+    "ORPOConfig": "orpo",
+    "SFTConfig": "next_token",
+    "GKDConfig": "distill",
+}
 """Objective of each class that a pickle names."""
 
 NOT_THERE = ("reward_funcs", "num_generations", "desirable_weight", "center_rewards_coefficient")
@@ -266,7 +271,9 @@ def objective(source: Conversion) -> None:
     kind = CLASSES.get(str(source.get("class")).rpartition(".")[2])
     losses = source.texts("loss_type")
     others = [name for name in NOT_THERE if source.given(name)]
-    if kind is None and "simpo" in losses:
+    if kind is None and source.given("teacher_model_name_or_path"):
+        kind = "distill"
+    elif kind is None and "simpo" in losses:
         kind = "simpo"
     elif kind is None and source.given("beta") and not others:
         kind = "dpo"
@@ -277,6 +284,9 @@ def objective(source: Conversion) -> None:
     if kind in ("dpo", "simpo") and beta:
         used.add("beta")
         source.set("objective.beta", beta, "beta")
+    if kind == "distill":
+        used |= {"beta", "teacher_model_name_or_path"}
+        trainer.convert_teacher(source, "teacher_model_name_or_path", "beta", default_beta=0.5)
     if kind == "orpo":
         used.add("beta")
         source.set("objective.weight", beta or 0.1, "beta")
