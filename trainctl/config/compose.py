@@ -10,6 +10,7 @@ there. `tests/config/test_hydra.py` verifies both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -24,10 +25,10 @@ from trainctl.config.catalog import (
     search_folders,
     shadowing_warning,
 )
-from trainctl.config.check import UNKNOWN_KEY, Setting, check_setting
+from trainctl.config.check import UNKNOWN_KEY, Setting, check_setting, wrong_value
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.extends import check_extends
-from trainctl.config.keys import as_override
+from trainctl.config.keys import as_override, leaves_under, range_problem
 from trainctl.config.layers import DEFAULT_SOURCE, Layer, Stack
 from trainctl.config.literal_secrets import literal_secrets
 from trainctl.config.model_directory import (
@@ -188,6 +189,7 @@ def _finish_composition(
     if fill_model:
         findings += _fill_model(stack, typed)
     config = from_plain(RunConfig, stack.plain)
+    findings += _out_of_range(stack)
     findings += [
         finding.set_by(_last_source(stack, finding.key)) for finding in literal_secrets(config)
     ]
@@ -198,6 +200,15 @@ def _finish_composition(
         findings=tuple(findings),
         overrides=tuple(overrides),
     )
+
+
+def _out_of_range(stack: Stack) -> Iterator[Finding]:
+    """Yield values outside the range that their key has under the chosen kind."""
+    for key, leaf in leaves_under(stack.plain).items():
+        with suppress(KeyError):  # a value that was not accepted
+            problem = range_problem(leaf.metadata, stack.value_of(key))
+            if problem and key in stack.layers:
+                yield wrong_value(key, _last_source(stack, key), problem)
 
 
 def _keys_of_unchosen_options(

@@ -269,12 +269,16 @@ def _as_typed(leaf: Leaf, value: Any) -> str:
     return what + (", or null" if type(None) in kinds else "")
 
 
+RANGE = ("minimum", "maximum", "above")
+"""Names of the bounds of a number in a key's metadata."""
+
+
 def range_problem(metadata: Mapping[str, Any], value: Any) -> ValueProblem | None:
     """Check a number against the range of its key; the problem names the nearest legal value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     unit = f" {metadata['unit']}" if metadata.get("unit") else ""
-    least, most, above = metadata.get("minimum"), metadata.get("maximum"), metadata.get("above")
+    least, most, above = (metadata.get(name) for name in RANGE)
     if least is not None and value < least:
         return _out_of_range_problem(
             f"{value} is below the smallest legal value", f"{_number_text(least)}{unit}"
@@ -319,7 +323,10 @@ def _collect_leaves(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
 
 
 def _collect_units(group: str, default: str, table: dict[str, Leaf]) -> None:
-    """Add the keys of all kinds of a group, the default kind's first and with its description."""
+    """Add the keys of all kinds of a group, the default kind's first and with its description.
+
+    A key has a range if all kinds that have it agree; `compose` checks the chosen kind's own.
+    """
     found = {kind: keys_of(group, kind) for kind in dict.fromkeys([default, *list_kinds(group)])}
     having: dict[str, list[str]] = {}
     for kind, keys in found.items():
@@ -327,6 +334,9 @@ def _collect_units(group: str, default: str, table: dict[str, Leaf]) -> None:
             having.setdefault(key, []).append(kind)
     for key, kinds in having.items():
         leaf = found[kinds[0]][key]
+        ranges = [[found[kind][key].metadata.get(name) for name in RANGE] for kind in kinds]
+        if any(each != ranges[0] for each in ranges):
+            leaf = replace(leaf, metadata={**leaf.metadata, **dict.fromkeys(RANGE)})
         table[key] = leaf if len(kinds) == len(found) else replace(leaf, kinds=tuple(sorted(kinds)))
 
 
