@@ -16,7 +16,6 @@ from trainctl.config.schema.option import option
 from trainctl.options.activation_checkpointing import recomputing_section
 from trainctl.options.engine import EngineSpec
 from trainctl.options.limits import Limit, never_value, only_value
-from trainctl.options.objective import objective_of
 from trainctl.options.optimizer import Maker, spec_of
 
 
@@ -135,12 +134,6 @@ LIMITS = (
         CrossEntropyKind.liger_fused,
         "has not been tried with Liger's kernels",
         "kernels.cross_entropy=chunked",
-    ),
-    Limit(
-        key="objective.kind",
-        holds=lambda config: not objective_of(config.objective).build,
-        why="has been compared with the next token's loss alone",
-        nearest="objective=next_token",
     ),
     only_value("script", None, _OWN, "no script"),
     only_value("trainer", None, _OWN),
