@@ -758,13 +758,6 @@ ERRORS = [
         "a step is 1 micro-batch, and the callback gradient_noise_scale compares 2",
         "a smaller training.micro_batch_size",
     ),
-    (
-        "TC405",
-        {**SHARDED, "objective__kind": "dpo"},
-        gpus(),
-        "objective.kind=dpo: engine.kind=fsdp2 has been compared with the next token's loss alone",
-        "objective=next_token, or engine=deepspeed",
-    ),
     *(
         (
             "TC391",
