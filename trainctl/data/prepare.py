@@ -20,6 +20,7 @@ from trainctl.data.infilling import infilling_settings
 from trainctl.data.mixture import SourceLength, plan_data
 from trainctl.data.packing import packed_token_count
 from trainctl.data.streaming.corpora import check_shard_caches
+from trainctl.data.targets import check_labels
 from trainctl.data.tasks import PreparationProgress
 from trainctl.data.teacher_store import check_teacher
 from trainctl.data.tokenizer import load_tokenizer
@@ -78,6 +79,10 @@ def build_plan_corpora(
     )
     for name in sources_of(config.data):
         infilling_settings(config, name)
+    for corpus in corpora.values():
+        for rows in map(corpus.targets, (corpus.train, corpus.held_out)):
+            if rows is not None:
+                check_labels(config.objective, rows)
     _check_length(plan, corpora, notify)
     return corpora
 

@@ -14,7 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.config.schema import ObjectiveConfig
 from trainctl.errors import TrainctlError
+from trainctl.options.objective.classify import ClassifyConfig, Labelling
 
 TARGET = "<f4"
 """numpy dtype of stored targets."""
@@ -34,6 +36,44 @@ class TargetEncoder(Protocol):
 def targets_of(encoder: object, text: str) -> Targets:
     """Return the targets of a document; empty unless the encoder gives some."""
     return encoder.targets(text) if isinstance(encoder, TargetEncoder) else ()
+
+
+def check_labels(config: ObjectiveConfig, rows: Rows) -> None:
+    """Check that a classifier has an output for each label of its texts.
+
+    Args:
+        rows: Targets of all texts, (texts, width).
+
+    Raises:
+        TrainctlError: A class has no output, or a text has more labels than the problem allows.
+    """
+    if not isinstance(config, ClassifyConfig):
+        return
+    outputs, problem = f"objective.outputs={config.outputs}", config.problem
+    if problem is Labelling.regression:
+        if rows.shape[1] > config.outputs:
+            raise TrainctlError(
+                f"a text has {rows.shape[1]} numbers to predict, and {outputs}",
+                hint=f"objective.outputs={rows.shape[1]}",
+            )
+        return
+    found = np.unique(rows[~np.isnan(rows)])
+    wrong = found[(found < 0) | (found != np.floor(found))]
+    if len(wrong):
+        raise TrainctlError(
+            f"a label is {wrong[0]:g}, and classes are numbered from 0",
+            hint=f"objective.problem={Labelling.regression.value}, for numbers to predict",
+        )
+    if len(found) and found[-1] >= config.outputs:
+        raise TrainctlError(
+            f"a text has class {found[-1]:g}, and {outputs} numbers them from 0",
+            hint=f"objective.outputs={found[-1] + 1:g}",
+        )
+    if problem is Labelling.single_label and ((~np.isnan(rows)).sum(axis=1) != 1).any():
+        raise TrainctlError(
+            f"a text has not one class, with objective.problem={problem.value}",
+            hint=f"objective.problem={Labelling.multi_label.value}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

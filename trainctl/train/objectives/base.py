@@ -99,7 +99,7 @@ class SeenScores:
     scores: torch.Tensor
     """(samples, length, outputs), fp32."""
     is_counted: torch.Tensor
-    """Whether the token after a position is marked by the data source, (samples, length)."""
+    """Whether a position has a label, (samples, length): in `steps`, the last token of a step."""
     beside: Beside
 
     def at_end(self, document: int) -> torch.Tensor:
@@ -108,14 +108,8 @@ class SeenScores:
         last = (is_here * torch.arange(is_here.shape[1], device=is_here.device)).argmax(dim=1)
         return self.scores[torch.arange(len(last), device=last.device), last]
 
-    def at_marks(self) -> torch.Tensor:
-        """Return the outputs at marked tokens, (samples, length, outputs): of each at the position
-        before it, where `is_counted` has it.
-        """
-        return self.scores.roll(-1, dims=1)
-
-    def labels_of_marks(self) -> torch.Tensor:
-        """Return the targets of marked tokens, (samples, length); 0 elsewhere."""
+    def labels_in_order(self) -> torch.Tensor:
+        """Return the targets of the counted positions, (samples, length); 0 elsewhere."""
         targets = self.beside.targets
         assert targets is not None
         number = (self.is_counted.cumsum(dim=1) - 1).clamp(min=0, max=targets.shape[1] - 1)

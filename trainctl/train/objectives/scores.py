@@ -28,7 +28,7 @@ def reward(config: RewardModelConfig, seen: SeenScores) -> Measured:
 
 def process_reward(config: ObjectiveConfig, seen: SeenScores) -> Measured:
     """Return the binary cross entropy of each step's label, 0 to 1, at the step's last token."""
-    scores, labels = seen.at_marks().squeeze(-1), seen.labels_of_marks()
+    scores, labels = seen.scores.squeeze(-1), seen.labels_in_order()
     losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
     return losses, {
         "accuracy": ((scores > 0) == (labels > 0.5)).float(),
