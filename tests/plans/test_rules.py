@@ -1828,6 +1828,20 @@ ERRORS = [
         "deepspeed.aio.queue_depth=4 does nothing here: it needs offload to NVMe",
         "leave it out",
     ),
+    (
+        "TC480",
+        {**READ, "model__anatomy": ["model encoder", *SMALL]},
+        gpus(1),
+        "objective.kind=next_token with theirs, an encoder: a token sees the next one",
+        "objective=masked",
+    ),
+    (
+        "TC480",
+        {"objective__kind": "masked"},
+        gpus(1),
+        "objective.kind=masked with llama: its tokens attend to earlier ones alone",
+        "objective=next_token, or model.path of a bert or modernbert",
+    ),
 ]
 
 WARNINGS = [

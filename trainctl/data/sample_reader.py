@@ -11,6 +11,7 @@ from trainctl.data.corpus import Corpus, Split
 from trainctl.data.infilling import Infilling
 from trainctl.data.packing import Bins
 from trainctl.data.prompts import Prompt, PromptRecords
+from trainctl.data.token_masking import TokenMasking
 from trainctl.plans.mixture import samples_in
 
 
@@ -26,6 +27,8 @@ class SampleBatch:
     """True where the label is ignored, (samples, length): padding, and the token before a token
     that is padding or has no loss.
     """
+    hidden: npt.NDArray[np.int64]
+    """Ids that were hidden in `tokens`, (samples, length); -1 where none was."""
     targets: npt.NDArray[np.float32]
     """Numbers beside each record, (samples, width), NaN where there is none; width 0 for texts."""
 
@@ -33,15 +36,20 @@ class SampleBatch:
     def empty(cls, count: int, length: int, target_width: int = 0) -> SampleBatch:
         """Allocate samples; `tokens` are uninitialized."""
         shape = (count, length)
-        tokens = np.empty((count, length + 1), dtype=np.int64)
-        targets = np.full((count, target_width), np.nan, dtype=np.float32)
-        return cls(tokens, np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool), targets)
+        return cls(
+            tokens=np.empty((count, length + 1), dtype=np.int64),
+            ends=np.zeros(shape, dtype=bool),
+            ignored=np.zeros(shape, dtype=bool),
+            hidden=np.full(shape, -1, dtype=np.int64),
+            targets=np.full((count, target_width), np.nan, dtype=np.float32),
+        )
 
     def put(self, places: npt.NDArray[np.int64], others: SampleBatch) -> None:
         """Write other samples at these rows."""
         self.tokens[places] = others.tokens
         self.ends[places] = others.ends
         self.ignored[places] = others.ignored
+        self.hidden[places] = others.hidden
         self.targets[places] = others.targets
 
 
@@ -52,7 +60,7 @@ class SampleReader:
     labels. Tokens left over at the end of the split are not used. With `bins` of best-fit packing,
     sample i is the pieces of bin i followed by padding. Each piece ends a document, or is as long
     as a sample, or is the prompt of the answer in the next piece. `infilling` rearranges documents
-    as they are read.
+    as they are read, and `masking` hides tokens.
     """
 
     def __init__(
@@ -63,6 +71,7 @@ class SampleReader:
         *,
         bins: Bins | None = None,
         infilling: Infilling | None = None,
+        masking: TokenMasking | None = None,
     ) -> None:
         self._tokens = corpus.tokens(split, in_order=False)
         self._loss_mask = corpus.loss_mask(split)
@@ -74,7 +83,7 @@ class SampleReader:
         self._end_of_document = corpus.end_of_document
         self._length = length
         self._bins = bins
-        self._infilling = infilling
+        self._infilling, self._masking = infilling, masking
         # There are no bins if all conversations are left out.
         self.num_samples = samples_in(split.tokens, length) if bins is None else len(bins)
 
@@ -98,7 +107,8 @@ class SampleReader:
     ) -> SampleBatch:
         """Return the samples at `indices`; a negative index reads sample 0.
 
-        `epochs` has the epoch of each sample, which infilling depends on; None is epoch 0.
+        `epochs` has the epoch of each sample, which infilling and masking depend on; None is epoch
+        0.
         """
         rows = SampleBatch.empty(len(indices), self._length, self.target_width)
         indices = np.maximum(indices, 0)
@@ -106,7 +116,21 @@ class SampleReader:
         if self._bins is not None:
             for number, index in enumerate(indices.tolist()):
                 self._read_bin(rows, number, index, int(epochs[number]))
-            return rows
+        else:
+            self._read_stretches(rows, indices, epochs)
+        if self._masking is not None:
+            inputs = rows.tokens[:, :-1]
+            can_hide = ~rows.ends
+            can_hide[:, 1:] &= ~rows.ignored[:, :-1]
+            before = inputs.copy()
+            is_hidden = self._masking.apply(inputs, can_hide, indices, epochs)
+            rows.hidden[is_hidden] = before[is_hidden]
+        return rows
+
+    def _read_stretches(
+        self, rows: SampleBatch, indices: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]
+    ) -> None:
+        """Read samples that follow each other in the text."""
         starts = indices * self._length
         for row, start, epoch in zip(rows.tokens, starts.tolist(), epochs, strict=True):
             # Slices: fancy indexing of all tokens takes more than twice as long.
@@ -114,7 +138,6 @@ class SampleReader:
         for ignored, start in zip(rows.ignored, starts.tolist(), strict=True):
             self._mark_ignored(ignored, start)
         self._find_ends(rows, starts)
-        return rows
 
     def _read_ids(self, row: npt.NDArray[np.int64], start: int, epoch: int) -> None:
         row[:] = self._tokens[start : start + len(row)]

@@ -289,6 +289,15 @@ _TRANSFORMERS_USES = (
         at=ProcessKind.rank,
     ),
     Use(
+        target="transformers.initialization:trunc_normal_",
+        how=UseKind.replaced,
+        why="torch's own draws until all values fit, which has no parts",
+        contains="TORCH_INIT_FUNCTIONS['trunc_normal_'](tensor, mean=mean, std=std, a=a, b=b, "
+        "generator=generator)",
+        names=("TORCH_INIT_FUNCTIONS",),
+        at=ProcessKind.model,
+    ),
+    Use(
         target="transformers.masking_utils:find_packed_sequence_indices",
         how=UseKind.replaced,
         why="a trace has no positions to find documents by",

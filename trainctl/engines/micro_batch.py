@@ -18,7 +18,9 @@ class MicroBatch:
 
     input_ids: torch.Tensor
     labels: torch.Tensor
-    """The next token at each position (already shifted), or IGNORED_LABEL."""
+    """The token to predict at each position: the next one (already shifted), or the one that is
+    hidden there; IGNORED_LABEL where there is none.
+    """
     position_ids: torch.Tensor
     """Position in the sample, or in its document with `data.mask_documents`."""
     document_ids: torch.Tensor

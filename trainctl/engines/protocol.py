@@ -319,8 +319,8 @@ class Engine(ABC):
 
     def _num_labels(self, batches: Sequence[MicroBatch]) -> float:
         """Return the number of labels (or records) in the global batch."""
-        is_cut = self._plan.config.data.packing is Packing.stream
-        if is_cut and not batches[0].is_masked:  # every position has a label: no collective
+        has_all = not self.objective.hides_tokens and not batches[0].is_masked
+        if has_all and self._plan.config.data.packing is Packing.stream:  # no collective is needed
             return float(self._batch.tokens_per_step)
         (number,) = self._process.sum(sum(batch.num_counted for batch in batches))
         return number * self.mesh.data.size / self._process.world_size

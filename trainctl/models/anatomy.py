@@ -88,7 +88,7 @@ class Attention:
     value_width: int
     """Width of a value per head."""
     window: int | None = None
-    """Size of the sliding window, in tokens; None for full attention."""
+    """Number of tokens that a token attends to, at most; None for all."""
 
     def products(self, sequence_length: int) -> int:
         """Return the multiplications for one token: its scores, and the weighted sum of values."""
@@ -119,7 +119,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Anatomy:
-    """Structure of a causal language model of transformers.
+    """Structure of a language model of transformers.
 
     Instances compare by identity, because they are keys of caches.
     """
@@ -135,6 +135,8 @@ class Anatomy:
     """Legal values of `model.attention`, as transformers' class declares them."""
     is_recurrent: bool = False
     """Whether the model carries a state from token to token, besides keys and values."""
+    is_encoder: bool = False
+    """Whether each token attends to the tokens after it too."""
     has_length_dependent_rope: bool = False
     """Whether rotary embeddings depend on the largest position of the sequence."""
     has_custom_expert_forward: bool = False
@@ -300,6 +302,7 @@ _TENSOR = re.compile(r"(\d+(?:x\d+)*|scalar) (\w+)(?: shares=(\d+))?( undecayed)
 _BLOCK = re.compile(r"block (\d+)(?: experts=(\d+)/(\d+))?((?: attention=\d+x\d+x\d+(?:@\d+)?)*)")
 _TRAITS = {
     "recurrent": "is_recurrent",
+    "encoder": "is_encoder",
     "turns-by-length": "has_length_dependent_rope",
     "experts-apart": "has_custom_expert_forward",
     "routers-apart": "has_unknown_routers",

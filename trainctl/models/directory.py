@@ -49,6 +49,11 @@ LANGUAGE_MODELS = ("CausalLM", "MaskedLM", "PreTraining", "ConditionalGeneration
 class predicts the next token is asked of transformers (`trainctl.train.models.anatomy`).
 """
 
+ENCODERS = ("bert", "modernbert")
+"""`model_type` of the encoders that can be trained. Their attention keeps documents apart, by the
+mask that a rank gives it.
+"""
+
 OTHER_INPUTS = {
     "vision_config": "vision-language",
     "visual": "vision-language",

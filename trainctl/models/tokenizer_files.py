@@ -30,8 +30,12 @@ END_NAMES = (
     "[EOS]",
     "<|eos|>",
     "<|im_end|>",
+    "[SEP]",
 )
 """Names that published tokenizers give to their end-of-document token, most specific first."""
+
+MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
+"""Names that published tokenizers give to the token that hides another one."""
 
 
 LARGEST_GAP = 1_000_000
@@ -51,6 +55,8 @@ class TokenizerFacts:
     end_token: str = ""
     found_in: str = ""
     """Origin of the end-of-document token; empty without one."""
+    mask_token: int | None = None
+    """Id that hides another token from an encoder; None if there is none."""
 
     def describe(self, rows: int) -> str:
         """Describe the ids and the document end, for a model whose embedding has `rows` rows."""
@@ -78,9 +84,11 @@ def read_facts(path: Path) -> TokenizerFacts:
         raise _malformed_error(
             path, f"gives {token!r:.40} the id {size - 1:,}, and has {len(vocabulary):,} tokens"
         )
+    named = (special_tokens_of(path).get("mask_token"), *MASK_NAMES)
+    mask = next((vocabulary[token] for token in named if token in vocabulary), None)
     for token, number, found_in in _end_candidates(path, vocabulary):
-        return TokenizerFacts(size, number, token, found_in)
-    return TokenizerFacts(size)
+        return TokenizerFacts(size, number, token, found_in, mask)
+    return TokenizerFacts(size, mask_token=mask)
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:

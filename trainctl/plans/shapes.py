@@ -103,6 +103,12 @@ def anatomy(model: ModelConfig) -> Anatomy | None:
     return parse_anatomy(model.anatomy)
 
 
+def is_encoder(model: ModelConfig) -> bool:
+    """Whether the model is an encoder: its tokens attend to later tokens too."""
+    read = None if model.is_unread else anatomy(model)
+    return read is not None and read.is_encoder
+
+
 def undecayed(model: ModelConfig) -> frozenset[str]:
     """Return the names of the parameters that the model's own code keeps from weight decay."""
     read = None if model.is_unread else anatomy(model)

@@ -21,6 +21,7 @@ from trainctl.data.packing import load_bins, packed_token_count
 from trainctl.data.prompts import Prompt
 from trainctl.data.sample_reader import SampleBatch, SampleReader
 from trainctl.data.streaming.corpora import Stream, StreamedCorpus
+from trainctl.data.token_masking import token_masking
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
 from trainctl.options.data import SampleKind, spec_of
 from trainctl.options.objective import RECORDS, objective_of
@@ -44,7 +45,7 @@ class PackedDataset:
         mask_documents: Whether attention stays within a document.
         kind: Kind of the samples.
         counts_records: Whether the loss is a mean over samples rather than labels.
-        how: Further arguments of `SampleReader`: `bins` and `infilling`.
+        how: Further arguments of `SampleReader`: `bins`, `infilling` and `masking`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class PackedDataset:
             "is_masked": mask_documents,
             "kind": kind,
             "counts_records": counts_records,
+            "hides_tokens": how.get("masking") is not None,
         }
         self.stored: dict[str, Rows] = {}
         """Arrays of `Objective.stored` by name, with a row for each sample, once they are known."""
@@ -75,7 +77,7 @@ class PackedDataset:
     def micro_batch(self, indices: npt.NDArray[np.int64]) -> MicroBatch:
         """Return the samples at `indices`; index -1 gives a sample without labels (padding)."""
         rows = self.read(indices)
-        rows.ignored[indices < 0] = True
+        rows.ignored[indices < 0], rows.hidden[indices < 0] = True, -1
         return self.batch_of(rows, indices, self.stored_rows(np.maximum(indices, 0)))
 
     def stored_rows(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
@@ -100,6 +102,7 @@ def _micro_batch(
     is_masked: bool,
     kind: SampleKind,
     counts_records: bool,
+    hides_tokens: bool,
 ) -> MicroBatch:
     """Build a micro-batch from the tokens of its samples."""
     inputs, labels = rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
@@ -115,6 +118,8 @@ def _micro_batch(
         positions = positions - np.maximum.accumulate(first, axis=1)
     if kind in _LABELLED_AT:
         labels = np.where(_LABELLED_AT[kind](rows, indices), inputs, IGNORED_LABEL)
+    if hides_tokens:
+        labels = np.where(rows.hidden < 0, IGNORED_LABEL, rows.hidden)
     return MicroBatch(
         input_ids=torch.from_numpy(np.ascontiguousarray(inputs)),
         labels=torch.from_numpy(labels),
@@ -203,6 +208,7 @@ class TrainingData:
                 corpora[name].train,
                 stage.length,
                 infilling=infilling_settings(plan.config, name),
+                masking=token_masking(plan.config, name),
             )
             for stage in order.stages
             for name in stage.weights
@@ -287,7 +293,13 @@ def held_out_data(plan: RunPlan, corpora: Mapping[str, Corpus]) -> dict[str, Pac
     """Return the held-out split of each source, in samples of `training.sequence_length`."""
     length = plan.batch.sequence_length
     return {
-        name: _packed(plan, corpora[name], corpora[name].held_out, length)
+        name: _packed(
+            plan,
+            corpora[name],
+            corpora[name].held_out,
+            length,
+            masking=token_masking(plan.config, name, held_out=True),
+        )
         for name in sources_of(plan.config.data)
     }
 

@@ -234,11 +234,23 @@ def _evaluate(
     }
 
 
+def _refuse_encoder(plan: RunPlan, what: str) -> None:
+    """Refuse work on next tokens with an encoder, which predicts none."""
+    from trainctl.plans.shapes import is_encoder
+
+    if is_encoder(plan.config.model):
+        raise TrainctlError(
+            f"{what}, and {plan.config.model.name} is an encoder, which predicts hidden tokens",
+            hint="trainctl evaluate without --tasks gives its loss on held-out text",
+        )
+
+
 def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from trainctl.data.tokenizer import load_tokenizer
     from trainctl.train.evaluation import prompts_of, sampled_ids
     from trainctl.train.models.loaded import load
 
+    _refuse_encoder(plan, "a text is continued by its next tokens")
     training = plan.config.training
     seed = training.seed if arguments.seed is None else arguments.seed
     tokenizer = load_tokenizer(plan.config.tokenizer)
@@ -315,6 +327,7 @@ def _evaluate_tasks(
     from trainctl.train.models.model import TORCH_TYPES
     from trainctl.train.tasks import TaskRequest, evaluate_tasks, manager_of
 
+    _refuse_encoder(plan, "--tasks ask for the probability of a text's next tokens")
     if plan.config.model.is_module:
         raise TrainctlError(
             "--tasks asks models of transformers, and this one is a module of your own",

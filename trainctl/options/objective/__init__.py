@@ -100,6 +100,14 @@ class Objective(Spec):
     the number of labels (or records) to the numbers that are recorded; None records means.
     """
 
+    hides_tokens: bool = False
+    """Whether labels are tokens that were hidden in the input, not the next ones."""
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether its loss is computed from the probabilities of tokens."""
+        return self.reads in (LOG_PROBABILITIES, LOGITS)
+
     @property
     def is_entropy(self) -> bool:
         """Whether its loss is the cross entropy of tokens, so that its exponential is a

@@ -305,6 +305,8 @@ def parallelism_knows_the_architecture(draft: Draft) -> Iterator[Problem]:
             return _why_not_module(model, axis)
         if model.trust_remote_code:
             return ": code of the directory's own (model.trust_remote_code) was not tried"
+        if shapes.is_encoder(model):
+            return ": an encoder's tokens attend to both sides, which was tried data parallel alone"
         return architectures.why_not(None if model.factory else model.model_type, axis)
 
     for name in AXES:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from math import gcd
 
 from trainctl.config.schema import AttentionKind, CrossEntropyKind, WeightsKind
+from trainctl.models.directory import ENCODERS
 from trainctl.options import model as families
 from trainctl.options import tokenizer as tokenizers
+from trainctl.options.objective import objective_of
 from trainctl.options.optimizer import spec_of
 from trainctl.plans.derive import choices, nearest_multiples
 from trainctl.plans.mup import base_heads, width_factor
-from trainctl.plans.shapes import anatomy, head_dim, key_value_heads
+from trainctl.plans.shapes import anatomy, head_dim, is_encoder, key_value_heads
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
 
@@ -294,6 +296,61 @@ def state_ends_with_its_document(draft: Draft) -> Iterator[Problem]:
             f"data.mask_documents=true: {config.model.model_type} carries a state from token to "
             "token, which nothing resets where a document ends",
             "data.mask_documents=false",
+        )
+
+
+@rule(
+    "TC480",
+    "objective.kind",
+    "training.sample_tokens",
+    "model.vocab_size",
+    situation="A directory of a BERT with `objective=next_token`",
+    message="objective.kind=next_token with bert, an encoder: a token sees the next one, which it "
+    "would predict",
+)
+def encoders_predict_hidden_tokens(draft: Draft) -> Iterator[Problem]:
+    """An encoder predicts hidden tokens, and a decoder the next one.
+
+    Each token of an encoder attends to those after it, so the next one is no secret, and it
+    continues no text. A decoder does not see what follows a hidden token.
+
+    Fix: Use objective=masked with model.path of a BERT or ModernBERT, and no
+    training.sample_tokens.
+    """
+    config = draft.config
+    model, objective = config.model, objective_of(config.objective)
+    if not config.trains_itself or model.is_unread:
+        return
+    what = model.model_type or model.family
+    if not is_encoder(model):
+        if objective.hides_tokens:
+            yield Problem(
+                f"objective.kind={objective.name} with {what}: its tokens attend to earlier ones "
+                "alone",
+                f"objective=next_token, or model.path of a {' or '.join(ENCODERS)}",
+            )
+        return
+    if objective.predicts_tokens and not objective.hides_tokens:
+        yield Problem(
+            f"objective.kind={objective.name} with {what}, an encoder: a token sees the next one, "
+            "which it would predict",
+            "objective=masked",
+        )
+    if config.training.sample_tokens:
+        yield Problem(
+            f"training.sample_tokens={config.training.sample_tokens} with {what}: an encoder "
+            "continues no text",
+            "training.sample_tokens=0",
+            key="training.sample_tokens",
+        )
+    source = tokenizers.spec_of(config.tokenizer)
+    mask = source.facts(config.tokenizer).mask_token if source.file is None else None
+    if objective.hides_tokens and mask is not None and model.vocab_size <= mask:
+        yield Problem(
+            f"model.vocab_size={model.vocab_size} has no row for {mask}, the {source.name} "
+            "tokenizer's mask token",
+            f"model.vocab_size={mask + 1} or more",
+            key="model.vocab_size",
         )
 
 

@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 import torch
 import transformers
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from trainctl.config.schema import RunConfig
 from trainctl.data.chat_template import CannotRender
@@ -36,6 +36,7 @@ from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import Prompts, prompts_of
 from trainctl.train.export.module import load_module
+from trainctl.train.models.encoders import auto_class
 from trainctl.train.models.frozen_base import (
     FullModel,
     base_file,
@@ -43,7 +44,6 @@ from trainctl.train.models.frozen_base import (
     whole_weights,
 )
 from trainctl.train.models.model import (
-    auto_class,
     fold_multipliers,
     materialise,
     skeleton,
@@ -356,7 +356,8 @@ class TransformersTarget:
     def _load(self, case: ExportCase, **trusts: bool) -> Any:
         if case.config.model.is_module:
             return load_module(case.out, dtype=torch.float32)
-        kind = auto_class(case.config.model)
+        shape = AutoConfig.from_pretrained(case.out, **trusts)
+        kind = auto_class(shape, has_score=case.config.model.score_outputs is not None)
         return kind.from_pretrained(case.out, dtype=torch.float32, **trusts).eval()
 
     def scores(self, ids: list[int]) -> torch.Tensor:
@@ -399,9 +400,10 @@ class _PeftTarget(TransformersTarget):
         adapter = low_rank(case.config.adapter)
         assert adapter is not None
         if facts["kind"] == "directory" and not adapter.is_quantized:
-            shape = case.config.model
-            labels = {} if shape.score_outputs is None else {"num_labels": shape.score_outputs}
-            base = auto_class(shape).from_pretrained(
+            outputs = case.config.model.score_outputs
+            shape = AutoConfig.from_pretrained(facts["path"], **trusts)
+            labels = {} if outputs is None else {"num_labels": outputs}
+            base = auto_class(shape, has_score=outputs is not None).from_pretrained(
                 facts["path"], dtype=torch.float32, **labels, **trusts
             )
         else:  # a seed's, another run's, or quantized: no directory has it

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 
 from trainctl.data.tokenizer import load_tokenizer
@@ -23,6 +18,7 @@ from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import read_record
 from trainctl.runs.layout import RunPaths
 from trainctl.train.export.module import is_module_export, load_module, plain_module
+from trainctl.train.models.encoders import auto_class
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,9 +67,9 @@ def _load_model(
         return plain_module(load_module(folder, dtype=dtype))
     settings = {"trust_remote_code": True} if trusts_code else {}
     if kind is None:
-        named = AutoConfig.from_pretrained(folder, **settings).architectures or [""]
-        has_score = named[0].endswith("ForSequenceClassification")
-        kind = AutoModelForSequenceClassification if has_score else AutoModelForCausalLM
+        config = AutoConfig.from_pretrained(folder, **settings)
+        named = config.architectures or [""]
+        kind = auto_class(config, has_score=named[0].endswith("ForSequenceClassification"))
     with _quiet():
         return kind.from_pretrained(folder, dtype=dtype or "auto", **settings)
 

@@ -43,10 +43,11 @@ from trainctl.models.anatomy import (
     block_of,
     shape_from_anatomy,
 )
+from trainctl.models.directory import ENCODERS
 from trainctl.models.hf_weights import output_layer
 from trainctl.models.tensors import SCORE
+from trainctl.train.models.encoders import auto_class, is_encoder
 from trainctl.train.models.model import (
-    auto_class,
     blocks,
     class_name,
     factory_model,
@@ -212,6 +213,8 @@ class ForwardProbe:
     ) -> Any:
         """Record the shapes of an attention call; return an empty output of its shape."""
         window = settings.get("sliding_window")
+        if window and not getattr(module, "is_causal", True):  # as far to both sides
+            window = 2 * window - 1
         found = Attention(query.shape[1], query.shape[-1], value.shape[-1], window)
         self.attention[module] = found
         batch, heads, tokens, _ = query.shape
@@ -272,7 +275,8 @@ def _run_forward(built: PreTrainedModel, seen: ForwardProbe) -> Any:
 
 
 def _build_model(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    built: PreTrainedModel = auto_class(model).from_config(
+    has_score = model.score_outputs is not None
+    built: PreTrainedModel = auto_class(config, has_score=has_score).from_config(
         config,
         dtype=torch.bfloat16,  # torch computes fake shapes of a grouped product for bf16 only
         attn_implementation=attention,
@@ -304,7 +308,8 @@ def _refuse_other_tasks(model: ModelConfig, config: PretrainedConfig) -> None:
             f"{what} is an encoder with a decoder, and no causal language model",
             hint="a decoder: an architecture with a class ...ForCausalLM",
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not model.trust_remote_code:
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.model_type in ENCODERS
+    if not is_known and not model.trust_remote_code:
         raise TrainctlError(
             f"{what} has no causal language model in transformers",
             hint=failure_hint(model) if has_own_code(model) else "an architecture with one",
@@ -321,14 +326,14 @@ def _refuse_other_tasks(model: ModelConfig, config: PretrainedConfig) -> None:
 def _refuse_bidirectional_attention(
     model: ModelConfig, config: PretrainedConfig, seen: ForwardProbe
 ) -> None:
-    """Refuse an encoder, whose tokens attend to the tokens that they should predict."""
+    """Refuse an encoder that was not shown to train on masked tokens."""
     causal = [getattr(module, "is_causal", None) for module in seen.attention]
-    if causal and all(each is False for each in causal):
+    if causal and all(each is False for each in causal) and not is_encoder(config):
         what = f"{model.path}/config.json" if model.is_directory else model.factory
         raise TrainctlError(
             f"{what}: {config.model_type} attends to later tokens too, and is no causal language "
             "model",
-            hint='a decoder; "is_decoder": true in config.json makes one of a BERT',
+            hint=f"a decoder, or an encoder of {', '.join(ENCODERS)}",
         )
 
 
@@ -381,6 +386,7 @@ class _Reader:
             ),
             attentions=supported_attentions(type(built)),
             is_recurrent=bool(built._is_stateful),
+            is_encoder=is_encoder(built.config),
             has_length_dependent_rope=any(map(_rope_depends_on_length, built.modules())),
             has_custom_expert_forward=not experts <= set(expert_modules(built)),
             has_unknown_routers=not experts <= {module for _, module in routers_of(built)},

@@ -23,13 +23,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -45,6 +39,7 @@ from trainctl.models.hf_weights import Buffer, output_layer, persistent_buffers
 from trainctl.options.model import Family, families, family_of_type, spec_of
 from trainctl.plans.mup import multipliers
 from trainctl.plans.shapes import final_norm_tensors, head_dim, key_value_heads
+from trainctl.train.models.encoders import auto_class, is_encoder, keep_documents_apart
 from trainctl.train.models.module import ModuleModel, adapt_module
 from trainctl.train.models.weights import SkipInit, WeightSource
 from trainctl.train.parallel.experts import compute_in_fp32
@@ -62,12 +57,6 @@ def transformers_config(model: ModelConfig) -> PretrainedConfig:
     if model.score_outputs is not None and made.num_labels != model.score_outputs:
         made.num_labels = model.score_outputs
     return made
-
-
-def auto_class(model: ModelConfig) -> Any:
-    """Return the class of transformers that builds and loads a model."""
-    has_score = model.score_outputs is not None
-    return AutoModelForSequenceClassification if has_score else AutoModelForCausalLM
 
 
 def directory_config(model: ModelConfig) -> PretrainedConfig:
@@ -107,6 +96,8 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         with _parameters_on_meta(), SkipInit():
             built = factory_model(model, dtype) if model.factory else _own_model(model, dtype)
     built.tie_weights()
+    if is_encoder(built.config):
+        built.base_model.register_forward_pre_hook(keep_documents_apart, with_kwargs=True)
     for buffer in persistent_buffers(built):  # state stays in fp32 as published: a router's bias
         if buffer.tensor.is_floating_point():
             setattr(buffer.module, buffer.key, buffer.tensor.float())
@@ -143,8 +134,9 @@ def require_all_to_train(model: nn.Module) -> None:
 
 
 def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    built: PreTrainedModel = auto_class(model).from_config(
-        transformers_config(model),
+    config, has_score = transformers_config(model), model.score_outputs is not None
+    built: PreTrainedModel = auto_class(config, has_score=has_score).from_config(
+        config,
         dtype=dtype,
         attn_implementation=model.attention.value,
         trust_remote_code=model.trust_remote_code,

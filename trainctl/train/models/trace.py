@@ -45,9 +45,9 @@ from trainctl.train.models.anatomy import (
     skip_duplicate_blocks,
     supported_attentions,
 )
+from trainctl.train.models.encoders import auto_class
 from trainctl.train.models.model import (
     TORCH_TYPES,
-    auto_class,
     factory_model,
     failures_in_words,
     transformers_config,
@@ -283,7 +283,8 @@ def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         built = factory_model(model, dtype)
     else:
         config = transformers_config(model)
-        built = auto_class(model).from_config(
+        has_score = model.score_outputs is not None
+        built = auto_class(config, has_score=has_score).from_config(
             config,
             dtype=dtype,
             attn_implementation=_traceable_attention(model, config).value,

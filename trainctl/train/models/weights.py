@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import initialization
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import ModelConfig
@@ -225,6 +227,28 @@ ELEMENTWISE_FOLLOWUPS = (
 """Elementwise in-place operations that may follow a draw; a truncated normal is made of them."""
 
 
+def truncated_normal(
+    tensor: torch.Tensor,
+    mean: float = 0.0,
+    std: float = 1.0,
+    a: float = -2.0,
+    b: float = 2.0,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Fill a tensor from a normal distribution cut off at `a` and `b`, element by element.
+
+    torch 2.13 draws again while values lie outside, which cannot be done on tensors
+    without values, nor for a part of a tensor. This is the inverse of the cumulative distribution.
+    """
+    low, high = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
+    with torch.no_grad():
+        tensor.uniform_(low, high, generator=generator)
+        return tensor.erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
+
+
+initialization.TORCH_INIT_FUNCTIONS["trunc_normal_"] = truncated_normal
+
+
 class NonShardableInit(TrainctlError):
     """Error: an initialisation cannot be repeated for a part of its parameter."""
 
@@ -344,13 +368,25 @@ def parameter_initializers(model: PreTrainedModel) -> Initializers:
         return found
     names = {parameter: name for name, parameter in model.named_parameters()}
     recorder = InitRecorder(names)
-    head = model.get_output_embeddings()
-    is_tied = head is not None and names[head.weight] != _weight_name(model, head)
-    with torch.no_grad(), recorder:
+    with torch.no_grad(), _untied_head(model, names), recorder:
         for owner, module in _innermost_first(model, model):
-            if not (is_tied and module is head):  # a tied head starts as the embedding
-                owner._init_weights(module)
+            owner._init_weights(module)
     return recorder.laws
+
+
+@contextmanager
+def _untied_head(model: PreTrainedModel, names: dict[nn.Parameter, str]) -> Iterator[None]:
+    """Give a tied head a weight of its own, as transformers ties it after initialisation."""
+    head: Any = model.get_output_embeddings()
+    if head is None or names[head.weight] == _weight_name(model, head):
+        yield
+        return
+    tied = head.weight
+    head.weight = nn.Parameter(torch.empty_like(tied))
+    try:
+        yield
+    finally:
+        head.weight = tied
 
 
 def _weight_name(model: nn.Module, wanted: nn.Module) -> str:

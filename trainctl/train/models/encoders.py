@@ -1,0 +1,69 @@
+"""Classes of transformers for decoders and encoders, and masks that keep packed documents apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    packed_sequence_mask_function,
+)
+
+from trainctl.models.directory import ENCODERS
+
+
+def is_encoder(config: PretrainedConfig) -> bool:
+    """Whether the configuration is of an encoder that can be trained.
+
+    A BERT with `is_decoder` attends to earlier tokens only, and is a causal language model.
+    """
+    return config.model_type in ENCODERS and not getattr(config, "is_decoder", False)
+
+
+def auto_class(config: PretrainedConfig, *, has_score: bool = False) -> Any:
+    """Return the class of transformers that builds and loads a model.
+
+    Args:
+        has_score: Whether its head is a `score` in place of the vocabulary's.
+    """
+    if has_score:
+        return AutoModelForSequenceClassification
+    return AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
+
+
+def keep_documents_apart(
+    encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the attention mask of packed documents to an encoder's arguments (a forward pre-hook).
+
+    transformers finds the documents in `position_ids` for causal masks alone. Without positions,
+    all tokens of a sample attend to each other. A flash kernel is told the documents' lengths.
+    """
+    model: Any = encoder
+    positions = kwargs.get("position_ids")
+    has_lengths = "flash" in (model.config._attn_implementation or "")
+    if positions is None or has_lengths or kwargs.get("attention_mask") is not None:
+        return args, kwargs
+    how = {
+        "config": model.config,
+        # Only its shape, type and device are read.
+        "inputs_embeds": torch.empty(
+            *positions.shape, 0, dtype=model.dtype, device=positions.device
+        ),
+        "attention_mask": None,
+        "and_mask_function": packed_sequence_mask_function((positions == 0).cumsum(dim=1)),
+    }
+    mask: Any = create_bidirectional_mask(**how)
+    if set(getattr(model.config, "layer_types", None) or ()) - {"full_attention"}:
+        sliding = create_bidirectional_sliding_window_mask(**how)
+        mask = {"full_attention": mask, "sliding_attention": sliding}
+    return args, {**kwargs, "attention_mask": mask}
