@@ -659,6 +659,27 @@ ERRORS = [
         )
     ),
     *(
+        ("TC495", {"objective__kind": "grpo", **changes}, gpus(), message, hint)
+        for changes, message, hint in (
+            (
+                {"training__global_batch_size": 16, "objective__samples": 6},
+                "counts answers",
+                "training.global_batch_size=18",
+            ),
+            (
+                {"training__sequence_length": 1024},
+                "are more than training.sequence_length=1024",
+                "=1536",
+            ),
+            ({"objective__kl_weight": 0.1}, "keeps only below an adapter", "adapter=lora"),
+            (
+                {"training__batch_ramp": [{"until_steps": 2, "global_batch_size": 8}]},
+                "training.batch_ramp with objective=grpo is not supported",
+                "training.batch_ramp=[]",
+            ),
+        )
+    ),
+    *(
         (
             "TC491",
             {"objective__kind": "grpo", **changes},
@@ -1017,7 +1038,7 @@ ERRORS = [
     ),
     (
         "TC020",
-        {"training__global_batch_size": 20},
+        {"training__global_batch_size": 16, "objective__samples": 6},
         gpus(8),
         "not a multiple of micro 1 x data 8",
         "16 (accumulation 2) or 24 (accumulation 3)",

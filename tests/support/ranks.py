@@ -48,13 +48,14 @@ def train(cases: list[Case]) -> None:
         for case in cases:
             # As a new process would have it: other cases of this process may use another format.
             use_fp32_cpu_products(case.plan.config.precision, process.device)
-            _train(case, process)
+            train_case(case, process)
             # Otherwise the next engine would reuse these groups.
             for name, value in _GROUPS.items():
                 setattr(groups, name, copy.copy(value))
 
 
-def _train(case: Case, process: Process) -> None:
+def train_case(case: Case, process: Process) -> None:
+    """Train a case on a rank that has joined the others."""
     session = assemble(case.plan, case.run, process)
     _assert_swapped(session)
     mesh = session.mesh

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from grpo_kills import BATCH, SAMPLES, sampling, trial, whole_run, write_prompts
+from rank_processes import Case, curve, tiny_plan, train_cases, trained
 
 from trainctl.config.registry import new_section
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.options.objective.grpo import Advantage, NormalizeBy, Ratio
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
+from trainctl.train.models.model import skeleton
 from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.objectives.grpo import advantages_of, divisors_of
+from trainctl.train.rollouts.kept import read_answers
 
 ANSWERS, LENGTH, LONGEST = 6, 9, 12
+ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4, "objective__kl_weight": 0.1}
 
 
 def test_advantages_match_their_papers():
@@ -125,3 +136,127 @@ def test_losses_and_gradients_match_trl(name: str):
     assert float(measures[:, 3].mean()) == pytest.approx(clipped, rel=1e-5)
     if "kl" in recorded:
         assert float(measures[:, 4].mean()) == pytest.approx(recorded["kl"][0], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+def records(run: RunPaths, kind: str) -> list[dict]:
+    return [each for each in read_events(run.events) if each["event"] == kind]
+
+
+@pytest.mark.slow
+def test_every_layout_has_one_curve(prompts, tmp_path):
+    """Answers, rewards and gradients: also those of two updates, and of replaced prompts."""
+    further = {
+        "objective__updates": 2,
+        "objective__dynamic_sampling": 2,
+        "objective__clip_high": 1e-3,
+    }
+    layouts = {
+        "alone": (1, {"zero_stage__stage": 0}),
+        "zero 3": (2, {"zero_stage__stage": 3}),
+        "tensor": (2, {"zero_stage__stage": 1, "parallelism__tensor": 2}),
+        "further alone": (1, {"zero_stage__stage": 0, **further, **ADAPTER}),
+        "further, zero 2": (2, {"zero_stage__stage": 2, **further, **ADAPTER}),
+    }
+    runs = {name: RunPaths(tmp_path / name) for name in layouts}
+    for size in (1, 2):
+        cases = [
+            Case(tiny_plan(sampling(prompts, **changes), size), runs[name])
+            for name, (processes, changes) in layouts.items()
+            if processes == size
+        ]
+        train_cases(size, cases, together=True)
+    for name, run in runs.items():
+        alone = runs["further alone" if name.startswith("further") else "alone"]
+        for kind in ("step", "evaluation"):
+            for one, other in zip(records(run, kind), records(alone, kind), strict=True):
+                assert one["loss"] == pytest.approx(other["loss"], abs=1e-5), (name, kind)
+                assert one["objective"] == pytest.approx(other["objective"], abs=1e-5), (name, kind)
+        for step, (_, norm) in curve(alone).items():
+            assert curve(run)[step][1] == pytest.approx(norm, rel=1e-4), (name, step)
+        assert max(each["objective"]["mismatch"] for each in records(run, "step")) < 1e-5, name
+    steps = records(runs["further alone"], "step")
+    assert steps[0]["samples"][1] > BATCH  # it has replaced some prompts
+    assert max(each["objective"]["kl"] for each in steps) > 0
+    assert any(each["objective"]["clipped"] for each in steps)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_same_answers(prompts, tmp_path):
+    whole = whole_run(tmp_path / "whole", prompts, "zero 3")
+    found = trial(tmp_path / "killed", prompts, "zero 3", whole, seed=1)
+    assert len(found["killed"]) == 3
+
+
+TRL = Path(__file__).parents[1] / "support" / "trl_grpo.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"normalize_by": NormalizeBy.tokens}, {"loss_type": "dapo"}),
+        ({"updates": 2}, {"loss_type": "grpo", "steps_per_generation": 2}),
+    ],
+)
+def test_the_curve_matches_trl(prompts, tmp_path, ours, theirs):
+    steps, rate, updates = 20, 1e-3, ours.get("updates", 1)
+    config = sampling(
+        prompts,
+        steps=steps,
+        evaluation_samples=0,
+        evaluate_every_steps=None,
+        optimizer__lr=rate,
+        optimizer__weight_decay=0.0,
+        schedule__kind="constant",
+        checkpoint__every_steps=None,
+        model__initial_weights=str(tmp_path / "model"),
+        zero_stage__stage=0,
+        **{f"objective__{name}": value for name, value in ours.items()},
+    )
+    torch.manual_seed(1)
+    model = skeleton(config.model, torch.float32)
+    type(model)(model.config).save_pretrained(tmp_path / "model")
+    run = trained(tmp_path / "run", config)
+    rollouts = tmp_path / "rollouts.json"
+    rollouts.write_text(json.dumps([as_trl(folder) for folder in sorted(run.rollouts.iterdir())]))
+    options = {
+        "per_device_train_batch_size": BATCH,
+        "num_generations": SAMPLES,
+        "max_completion_length": 16,
+        "beta": 0.0,
+        **theirs,
+    }
+    command = [sys.executable, TRL, tmp_path / "model", rollouts, str(steps), str(rate)]
+    command.append(json.dumps(options))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs, ours = json.loads(done.stdout.splitlines()[-1]), records(run, "step")
+    assert len(theirs) == len(ours) == steps
+    for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+        assert our["loss"] == pytest.approx(their["loss"], abs=1e-4), number
+        assert our["grad_norm"] == pytest.approx(their["grad_norm"], rel=1e-3, abs=1e-6), number
+        if updates == 1:
+            assert our["objective"]["reward"] == pytest.approx(their["reward"], abs=1e-5), number
+            entropy = our["objective"]["answer_tokens"]
+            assert entropy == pytest.approx(their["completions/mean_length"]), number
+    assert sum(each["grad_norm"] > 0.1 for each in ours) > steps // 2
+
+
+def as_trl(folder: Path) -> dict[str, list]:
+    """Return the answers of a kept phase as TRL's `rollout_func` gives them."""
+    phase = json.loads((folder / "phase.json").read_text())
+    known = read_answers(folder)
+    answers = [(phase["prompts"][str(key[0])], known[tuple(key)]) for key in phase["answers"]]
+    return {
+        "prompt_ids": [prompt for prompt, _ in answers],
+        "completion_ids": [fields["ids"].tolist() for _, fields in answers],
+        "logprobs": [fields["sampled"].tolist() for _, fields in answers],
+        "given_reward": [
+            fields["rewards"]["digit"] + 0.5 * fields["rewards"]["short"] for _, fields in answers
+        ],
+    }

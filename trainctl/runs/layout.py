@@ -12,6 +12,7 @@ RUN/
   corpus/                tokenized documents of `data.factory`; others are in the cache
   reference.npz          reference log-probabilities of preference pairs, from the initial weights
   teacher.json           teacher of a distillation, and the folder of its log-probabilities
+  rollouts/              step-N-ID/: sampled answers of the steps from N on (objective=grpo)
   checkpoints/           committed checkpoints `step-00000040/`, and the pointer `latest`
   loggers/               NAME.json: progress of each logger of `logging.to`, of `alerts`, and of
                          `mirror` (`checkpoint.mirror`); NAME.log: its output
@@ -173,6 +174,10 @@ class RunPaths:
     @property
     def teacher(self) -> Path:
         return self.root / "teacher.json"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
 
     @property
     def checkpoints(self) -> Path:

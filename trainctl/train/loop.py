@@ -7,6 +7,7 @@ import time
 import warnings
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from trainctl.data.corpora import bad_text, unigram_entropy
 from trainctl.data.packing import load_bins
@@ -15,6 +16,8 @@ from trainctl.engines.process import nondeterminism_error, stop_process
 from trainctl.engines.protocol import engine_backend
 from trainctl.engines.stopwatch import PhaseMemory
 from trainctl.errors import TrainctlError
+from trainctl.options.data import SampleKind
+from trainctl.options.objective import objective_of
 from trainctl.plans.mixture import StagedBatches, stages_of_plan
 from trainctl.plans.types import RunPlan
 from trainctl.readers.remote import print_notice
@@ -28,6 +31,9 @@ from trainctl.train.data import BatchPrefetcher
 from trainctl.train.objectives.preferences import attach_reference
 from trainctl.train.session import Session, assemble
 from trainctl.train.step import Stepper
+
+if TYPE_CHECKING:
+    from trainctl.train.rollouts.steps import RolloutData
 
 
 class Trainer:
@@ -54,12 +60,7 @@ class Trainer:
         self._journal = Journal(session, session.run, attempt, events, heartbeat)
         self._now = StepState(session.progress.step)
         self._callbacks, self._checkpoints = callbacks_of_run(session, self._now, self._journal)
-        self._batches = BatchPrefetcher(
-            session.training,
-            StagedBatches(stages_of_plan(plan)),
-            stop_step=plan.stop_step,
-            device=session.process.device,
-        )
+        self._batches = self._step_data()
         self._stepper = Stepper(
             session,
             self._batches,
@@ -71,6 +72,21 @@ class Trainer:
         self._recorded_at = time.monotonic()
         for stream in session.training.streams:
             stream.notify = self._tell_stream
+
+    def _step_data(self) -> BatchPrefetcher | RolloutData:
+        """Return the source of the steps' micro-batches: the corpus, or answers to its prompts."""
+        session, plan = self._session, self._session.plan
+        if objective_of(plan.config.objective).takes is SampleKind.prompts:
+            from trainctl.train.rollouts.steps import RolloutData
+
+            session.rollouts = RolloutData(session, self._journal)
+            return session.rollouts
+        return BatchPrefetcher(
+            session.training,
+            StagedBatches(stages_of_plan(plan)),
+            stop_step=plan.stop_step,
+            device=session.process.device,
+        )
 
     def train(self) -> None:
         """Make steps until the plan's stopping step, a callback's decision or a request to stop."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -64,6 +64,9 @@ from trainctl.train.parallel.routers import Routers
 from trainctl.train.parallel.tensor import shard_model, sum_partial_gradients, vocabulary_of
 from trainctl.train.stability import Replay, StepGuard
 
+if TYPE_CHECKING:
+    from trainctl.train.rollouts.steps import RolloutData
+
 
 @dataclass(slots=True)
 class Session:
@@ -112,6 +115,8 @@ class Session:
     """Manifest of that checkpoint, without its fragments; empty at a first start."""
     skipped_checkpoints: tuple[str, ...]
     """Problems of the newer checkpoints that were skipped."""
+    rollouts: RolloutData | None = None
+    """Source of the steps' data, if the model samples them."""
 
     @property
     def num_trained(self) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainctl.config.schema import OnBadLoss
 from trainctl.data.sample_contents import common_document, read_samples
@@ -31,6 +31,9 @@ from trainctl.train.nonfinite import WEIGHT, NotFinite, bad_gradients, locate
 from trainctl.train.parallel.routers import Load
 from trainctl.train.session import Session, seed_step
 from trainctl.train.stability import BadStep, BadStepKind
+
+if TYPE_CHECKING:
+    from trainctl.train.rollouts.steps import RolloutData
 
 LISTED_SAMPLES = 64
 """Most suspected samples that a record lists."""
@@ -93,7 +96,7 @@ class Stepper:
     def __init__(
         self,
         session: Session,
-        batches: BatchPrefetcher,
+        batches: BatchPrefetcher | RolloutData,
         now: StepState,
         callbacks: Callbacks,
         record: Callable[..., None],
@@ -132,7 +135,8 @@ class Stepper:
         seed_step(plan.config.training.seed, progress.step, session.mesh.replicas.index)
         progress.samples, batch = self._batches.at(progress.step, progress.samples)
         engine.set_batch(batch)
-        with engine.times.host_part("data"):
+        # The parts of a rollout are timed by themselves.
+        with nullcontext() if session.rollouts else engine.times.host_part("data"):
             batches = self._data.take(progress.step, progress.samples)
         self._now.batches = batches
         engine.set_learning_rate(self._now.factor)
@@ -146,6 +150,8 @@ class Stepper:
                 return self._count(loss, norms, batch, intervention=policy)
             if policy is not OnBadLoss.warn:
                 return None
+        if session.rollouts is not None:
+            session.rollouts.check(engine.measures)
         expected = session.replay.check(progress.step + 1, loss, progress.samples)
         if expected is not None:
             self._record(
@@ -215,6 +221,7 @@ class Stepper:
         intervention: OnBadLoss | None = None,
     ) -> Step:
         progress, engine = self._session.progress, self._session.engine
+        rollouts = self._session.rollouts
         step = Step(
             loss=loss,
             grad_norm=norms.total if norms is not None else engine.norm_of_update,
@@ -226,11 +233,12 @@ class Stepper:
             clipped_groups=clipped_groups or None,
             z_loss=engine.z_loss,
             experts=self._load,
-            measures=engine.measures,
+            measures=engine.measures | (rollouts.measures if rollouts is not None else {}),
             intervention=intervention,
         )
         progress.step += 1
         progress.samples += batch.global_batch_size
+        progress.samples += rollouts.extra_samples if rollouts is not None else 0
         progress.tokens += batch.tokens_per_step
         return step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from trainctl.config.schema.option import option
 from trainctl.options.data import SampleKind
@@ -41,9 +42,15 @@ class NormalizeBy(Enum):
     length = "length"
 
 
+_SEVERAL_UPDATES: Any = (lambda s: s.updates > 1, "objective.updates above 1")
+
+
 @dataclass
 class GrpoConfig(RewardsConfig):
-    """Keys of GRPO, Dr. GRPO, RLOO, GSPO and DAPO."""
+    """Keys of GRPO, Dr. GRPO, RLOO, GSPO and DAPO.
+
+    A sample of the run is one answer, so `training.global_batch_size` counts answers.
+    """
 
     rollout: Rollout = option(
         Rollout.engine,
@@ -91,10 +98,17 @@ class GrpoConfig(RewardsConfig):
         "then over answers (length, Dr. GRPO).",
     )
     clip_low: float = option(
-        0.2, "Largest decrease of the probability ratio with a gradient.", above=0, maximum=1
+        0.2,
+        "Largest decrease of the probability ratio with a gradient.",
+        above=0,
+        maximum=1,
+        needs=_SEVERAL_UPDATES,
     )
     clip_high: float = option(
-        0.2, "Largest increase of the probability ratio with a gradient; DAPO has 0.28.", above=0
+        0.2,
+        "Largest increase of the probability ratio with a gradient; DAPO has 0.28.",
+        above=0,
+        needs=_SEVERAL_UPDATES,
     )
     kl_weight: float = option(
         0.0, "Weight of the KL divergence to the weights before the first step.", minimum=0

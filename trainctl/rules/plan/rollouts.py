@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainctl.config.schema import OffloadDevice, RunConfig
+from trainctl.options.adapter import low_rank
 from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.objective.grpo import GrpoConfig, Rollout
 from trainctl.plans.shapes import anatomy
@@ -62,4 +63,64 @@ def answers_can_be_generated(draft: Draft) -> Iterator[Problem]:
             f"{key}={value} with objective.rollout=engine: {limit.why}",
             f"{limit.nearest}, or objective.rollout=vllm",
             key=key,
+        )
+
+
+@rule(
+    "TC495",
+    "objective.samples",
+    "objective.max_prompt_tokens",
+    "objective.max_answer_tokens",
+    "objective.kl_weight",
+    "training.global_batch_size",
+    "training.batch_ramp",
+    "training.sequence_length",
+    "training.epochs",
+    "adapter.kind",
+    example="recipe=tiny objective=grpo training.global_batch_size=12",
+)
+def answers_fill_the_batch(draft: Draft) -> Iterator[Problem]:
+    """A step of sampled answers has whole groups, each answer in a row of its own.
+
+    A sample is one answer. The answers to a prompt are compared, so a global batch holds all of
+    them; a row of `training.sequence_length` holds the longest prompt with the longest answer.
+
+    Fix: Set the key that the message names.
+    """
+    config, section = draft.config, draft.config.objective
+    if not isinstance(section, GrpoConfig) or not config.trains_itself:
+        return
+    training = config.training
+    size = draft.batch.global_batch_size if draft.batch is not None else section.samples
+    if size % section.samples:
+        nearest = max(1, round(size / section.samples)) * section.samples
+        yield Problem(
+            f"training.global_batch_size={size} counts answers, and is no multiple of "
+            f"objective.samples={section.samples}",
+            f"training.global_batch_size={nearest}",
+            key="training.global_batch_size",
+        )
+    for key, value in (("batch_ramp", training.batch_ramp), ("epochs", training.epochs)):
+        if value:
+            yield Problem(
+                f"training.{key} with objective={section.kind} is not supported: a sample of the "
+                "run is an answer, not a sample of the corpus",
+                f"training.{key}={'[]' if key == 'batch_ramp' else 'null'}",
+                key=f"training.{key}",
+            )
+    longest = section.max_prompt_tokens + section.max_answer_tokens
+    if longest > training.sequence_length:
+        yield Problem(
+            f"objective.max_prompt_tokens={section.max_prompt_tokens} and objective."
+            f"max_answer_tokens={section.max_answer_tokens} are more than training.sequence_length="
+            f"{training.sequence_length}",
+            f"training.sequence_length={longest}",
+            key="training.sequence_length",
+        )
+    if section.kl_weight > 0 and low_rank(config.adapter) is None:
+        yield Problem(
+            f"objective.kl_weight={section.kl_weight:g} compares with the weights before the first "
+            "step, which a run keeps only below an adapter",
+            "objective.kl_weight=0, or adapter=lora",
+            key="objective.kl_weight",
         )

@@ -8,7 +8,8 @@ tensor cuts and checkpoints still find its weight. `lora_A`, `lora_B` and, for D
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +55,19 @@ class LoraLayer(nn.Module):
         return F.dropout(inputs, self.lora_dropout, self.training)
 
 
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Compute with the frozen weights alone within the context."""
+    layers = {each: each.lora_scale for each in model.modules() if isinstance(each, LoraLayer)}
+    for layer in layers:
+        layer.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for layer, scale in layers.items():
+            layer.lora_scale = scale
+
+
 class LoraLinear(LoraLayer, nn.Linear):
     """Linear layer with LoRA: W x + b + s B A x."""
 
@@ -89,6 +103,8 @@ class DoraLayer(LoraLayer):
             plain: W x, of inputs without dropout.
             weight: W, (outputs, inputs).
         """
+        if self.lora_scale == 0:  # `without_adapters`: the magnitude is the adapter's too
+            return plain
         with torch.no_grad():
             lengths = self.lengths(weight + (self.lora_B @ self.lora_A) * self.lora_scale)
         factor = self.lora_magnitude / lengths

@@ -148,6 +148,7 @@ class Checkpoints(Callback):
             "norms": session.norms.state(),
             "ema": session.average.saved() if session.average is not None else {},
             "learning_rate": session.learning_rate.state(),
+            **({"rollouts": session.rollouts.phase_name} if session.rollouts else {}),
             **corpus_digests(session.corpora),
             "shapes": session.shapes,
             **self._origin,

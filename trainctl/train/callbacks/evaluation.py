@@ -70,6 +70,8 @@ class Evaluation(Callback):
     def _held_out_loss(self) -> HeldOutLoss | None:
         """Evaluate the held-out samples with the model's current weights; on all ranks together."""
         session = self._session
+        if session.rollouts is not None:
+            return session.rollouts.evaluate(session.plan.config.training.evaluation_samples)
         with session.engine.times.host_part("evaluation"), inference(session.engine.module):
             found = evaluate_sources(
                 session.engine.score,

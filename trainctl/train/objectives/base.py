@@ -19,6 +19,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.data import SampleKind
 from trainctl.options.objective import (
     ANSWERS,
     HIDDEN_STATES,
@@ -174,11 +175,14 @@ class ObjectiveLoss:
     Attributes:
         reads: Model output that it is called with, as `Objective.reads`.
         has_two_passes: Whether `whole` computes the loss, from the features of a first pass.
+        temperature: Divisor of the logits, with which answers were sampled.
     """
 
     def __init__(self, section: ObjectiveConfig, vocabulary: Vocabulary | None = None) -> None:
         spec = objective_of(section)
         self.reads, self._vocabulary = spec.reads, vocabulary
+        is_sampled = spec.takes is SampleKind.prompts
+        self.temperature: float = section.temperature if is_sampled else 1.0  # type: ignore[attr-defined]
         self._sees_pairs, self._counts_records = spec.sees_pairs, spec.counts == RECORDS
         self._named = spec.measures_of(section)
         self._what = f"objective.kind={spec.name}"

@@ -88,17 +88,20 @@ def output_of(
     inputs: dict[str, Any],
     labels: torch.Tensor,
     vocabulary: Vocabulary | None = None,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     """Return the output of a model that an objective reads.
 
     Args:
         reads: `Objective.reads`.
         inputs: Keyword arguments of the model's forward pass.
+        temperature: Divides the logits.
     """
     if reads in (HIDDEN_STATES, SCORES):
         hidden: torch.Tensor = model.base_model(**inputs).last_hidden_state
         return output_layer(model)(hidden).float() if reads == SCORES else hidden  # type: ignore[no-any-return]
     logits: torch.Tensor = model(**inputs).logits
+    logits = logits if temperature == 1 else logits / temperature
     return logits if reads == LOGITS else log_probabilities(logits, labels, vocabulary)
 
 
@@ -175,8 +178,11 @@ class LanguageModel(LossModule):
         if labels is None:
             return self.full_vocab_logits(self.model(**inputs).logits)
         if self.objective is not None:
-            found = output_of(self.model, self.objective.reads, inputs, labels, self._vocabulary)
-            loss, self.last_measures = self.objective(found, labels, beside or {})
+            own = self.objective
+            found = output_of(
+                self.model, own.reads, inputs, labels, self._vocabulary, own.temperature
+            )
+            loss, self.last_measures = own(found, labels, beside or {})
             return loss
         if self._kernels.cross_entropy is CrossEntropyKind.plain:
             losses = self.losses(self.model(**inputs).logits, labels)

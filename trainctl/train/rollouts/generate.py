@@ -39,7 +39,7 @@ class Generation:
     ends: Collection[int]
     """Ids that end an answer."""
     vocab_size: int
-    """Number of ids to draw from; logits beyond it are ignored."""
+    """Number of ids to draw from; logits beyond it pad the vocabulary."""
     holds_weights: bool = True
     """Whether each rank holds all weights whole until the rollout ends, where they are partitioned.
     Otherwise they are gathered for each token.
@@ -238,14 +238,15 @@ class _Batch:
                 "logits_to_keep": 1,
             }
         )
-        return logits[:, -1, : self._settings.vocab_size]
+        return logits[:, -1]
 
     def _draw(self, answers: Sequence[_Answer], logits: torch.Tensor) -> None:
         """Draw the next token of each answer."""
         numbers = torch.tensor(
             [each.numbers[len(each.ids)] for each in answers], dtype=torch.float64
         )
-        tokens, found = self._sampler.draw(logits, numbers.to(logits.device))
+        size = self._settings.vocab_size
+        tokens, found = self._sampler.draw(logits, numbers.to(logits.device), size)
         tensor = self._engine.mesh.tensor
         if tensor.size > 1:  # all its ranks must go on with the same token, whatever they round
             dist.broadcast(tokens, tensor.ranks[0], group=tensor.group)

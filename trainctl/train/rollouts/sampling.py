@@ -38,16 +38,18 @@ class Sampler:
         return bits * 2.0**-53
 
     def draw(
-        self, logits: torch.Tensor, numbers: torch.Tensor
+        self, logits: torch.Tensor, numbers: torch.Tensor, vocab_size: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the drawn tokens, (rows,) int64, and their log-probabilities, (rows,) fp32.
 
         Args:
             logits: (rows, vocabulary), any floating type.
             numbers: Random number of each row, (rows,) fp64.
+            vocab_size: Number of ids to draw from, from 0; None is all. The softmax is over the
+                logits beyond them too, as the trainer's is.
         """
         scores = (logits.float() / self.temperature).log_softmax(dim=-1)
-        probabilities = self._truncated(scores.exp()).double()
+        probabilities = self._truncated(scores[:, :vocab_size].exp()).double()
         # A cumulative sum in order of ids: rounding moves a token's borders, never its place.
         borders = probabilities.cumsum(dim=-1)
         total = borders[:, -1]
