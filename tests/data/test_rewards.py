@@ -82,7 +82,7 @@ def test_a_bad_function_is_a_record_and_the_next_answer_is_scored(
     with RewardProcesses(chosen, lambda kind, **fields: records.append((kind, fields))) as started:
         found = [each["bad"] for each in started.score(answers)]
         again = started.score(answers[:1])
-    assert found == [5.0, *[None] * 8, 5.0, None]
+    assert found == [5.0, *[0.0] * 7, None, 5.0, 0.0]
     assert again == [{"bad": 5.0}]
     assert {kind for kind, _ in records} == {"reward_failed"}
     reasons = {fields["row"]: fields["reason"] for _, fields in records}

@@ -28,6 +28,8 @@ from trainctl.launchers.trained_text import find_in_run, planned_samples, sample
 from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.runs.attempts import find_attempt
 from trainctl.runs.directory import open_run
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.rollouts import read_rollouts, rollout_steps
 
 if TYPE_CHECKING:
     from trainctl.data.dropped_documents import DroppedDocument
@@ -136,7 +138,7 @@ def show(
     """Print the text of samples of a run, or of a recipe before any run, and where it is from.
 
     Of conversations it is what the model sees, special tokens among it, with what is learnt in
-    colour, or else between [[ and ]].
+    colour, or else between [[ and ]]; of a step that learned from sampled answers, these.
     Or what was left out of a corpus that is prepared, and what stays in its place.
 
     Examples: trainctl data show runs/NAME --samples 96-103; trainctl data show runs/NAME --step 40;
@@ -153,18 +155,45 @@ def show(
             hint="trainctl data show runs/NAME --samples 12,40-44, or --step 40",
         )
     found_run = find_attempt(Path(name)) if name is not None and not overrides else None
-    if found_run is not None:
+    if found_run is not None and step is not None and rollout_steps(found_run[0]):
+        _show_rollouts(found_run[0], step, characters, as_json=as_json)
+    elif found_run is not None:
         found = samples_of_run(*found_run, samples=samples, step=step, characters=characters)
+        _show_samples(found, str(found_run[0].root), as_json=as_json)
     else:
         composed = compose_target(name, overrides, config_dir)
         show_findings(check_text_settings(composed))
         found = planned_samples(composed, samples=samples, step=step, characters=characters)
+        _show_samples(found, None, as_json=as_json)
+
+
+def _show_samples(found: Sequence[Sample], run: str | None, *, as_json: bool) -> None:
     if as_json:
-        root = str(found_run[0].root) if found_run is not None else None
-        print_json({"schema": 1, "run": root, "samples": [asdict(sample) for sample in found]})
+        print_json({"schema": 1, "run": run, "samples": [asdict(sample) for sample in found]})
         return
     for sample in found:
         _show_sample(sample)
+
+
+def _show_rollouts(run: RunPaths, step: int, characters: int, *, as_json: bool) -> None:
+    answers = read_rollouts(run, step)
+    if as_json:
+        print_json({"schema": 1, "run": str(run.root), "rollouts": answers})
+        return
+    for each in answers:
+        rewards = ", ".join(f"{name} {_number(x)}" for name, x in each["rewards"].items())
+        print_data(
+            f"prompt {each['number']}, answer {each['sample']}: reward {_number(each['reward'])} "
+            f"({to_printable(rewards)}), advantage {_number(each['advantage'])}, "
+            f"{each['tokens']:,} tokens{'' if each['is_finished'] else ', cut'}"
+        )
+        for name in ("prompt", "answer"):
+            for line in each[name][: characters or None].split("\n"):
+                print_data(f"  {to_printable(line)}")
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
 
 
 def _show_sample(sample: Sample) -> None:

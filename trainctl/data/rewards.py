@@ -99,8 +99,8 @@ class RewardProcesses:
     ) -> list[dict[str, float | None]]:
         """Return the rewards of each answer by their names, in the order of the answers.
 
-        A reward is None if it does not apply to the answer, or has failed. For the failures of one
-        reward that have the same reason, a record names the first answer, and counts the others.
+        A reward is None if it does not apply to the answer, and 0 if it has failed. For failures of
+        one reward for the same reason, a record names the first answer and counts all.
 
         Args:
             step: Optimizer step that learns from the answers, for the records.
@@ -116,7 +116,7 @@ class RewardProcesses:
         failures: dict[tuple[str, str], list[int]] = {}
         for row, by_name in enumerate(pending):
             found = {name: future.result() for name, future in by_name.items()}
-            scored.append({name: None if isinstance(x, str) else x for name, x in found.items()})
+            scored.append({name: 0.0 if isinstance(x, str) else x for name, x in found.items()})
             for name, reason in found.items():
                 if isinstance(reason, str):
                     failures.setdefault((name, reason), []).append(row)

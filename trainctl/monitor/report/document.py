@@ -26,6 +26,7 @@ from trainctl.runs.directory import open_or_newest, open_run, read_plan, read_re
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import RunSummary, summarise_run
 from trainctl.runs.mirror_state import describe_mirror, mirror_text
+from trainctl.runs.rollouts import newest_rollouts
 from trainctl.runs.sweeps import existing_runs, is_sweep
 
 DOCUMENT_SCHEMA = 1
@@ -43,6 +44,9 @@ CALLBACK_BUCKETS = 300
 """Buckets of each curve of a callback, which may have one for each layer."""
 
 MOST_PROOFS = 20
+
+MOST_ROLLOUTS, ROLLOUT_CHARACTERS = 24, 1000
+"""Most answers that are shown, those of the newest steps, and the characters of each text."""
 
 CLOSE_TO = ("intervention", "divergence", "failure", "restart", "plateau", "straggler")
 """Kinds of marks around which every step is kept."""
@@ -195,7 +199,7 @@ class _Run:
             "marks_left_out": left_out,
             "memory": memory_comparison(self.plan, history.memory),
             "layout": self._layout(),
-            "proofs": read_proofs(history.run),
+            **{"proofs": read_proofs(history.run), "rollouts": _rollouts(history.run)},
             "account": account,
             "attempts": self._attempts(),
             "derived": [
@@ -265,6 +269,17 @@ def read_proofs(run: RunPaths) -> list[dict[str, Any]]:
             found.append(
                 {"step": int(proof["checkpoint"]), "changes": changes, "is_good": is_good, **texts}
             )
+    return found
+
+
+def _rollouts(run: RunPaths) -> list[dict[str, Any]]:
+    """Return the newest sampled answers, with their texts cut; empty for most runs."""
+    found = []
+    for each in newest_rollouts(run, MOST_ROLLOUTS):
+        with suppress(AttributeError, KeyError, TypeError):
+            texts = {name: each[name][:ROLLOUT_CHARACTERS] for name in ("prompt", "answer")}
+            numbers = {name: each[name] for name in ("step", "reward", "advantage", "is_finished")}
+            found.append({**numbers, **texts, "rewards": dict(each["rewards"].items())})
     return found
 
 

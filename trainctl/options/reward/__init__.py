@@ -62,6 +62,12 @@ class RewardsConfig(ObjectiveConfig):
         unit="bytes",
         minimum=1 << 28,
     )
+    keep_rollouts: int | None = option(
+        64,
+        "Answers of each step kept as text, with their rewards, in RUN/rollouts; none keeps all.",
+        unit="answers",
+        minimum=0,
+    )
     reward_processes: int = option(
         1, "Number of processes that compute each reward, all on the first node.", minimum=1
     )

@@ -1279,6 +1279,14 @@
     return card("proofs", "Proofs: replays with a change", true, table(["Checkpoint", "Change", "Verdict"], rows, "Proofs"));
   }
 
+  function rollouts(run) {
+    if (!run.rollouts.length) return null;
+    const names = [...new Set(run.rollouts.flatMap((each) => Object.keys(each.rewards)))];
+    const number = (value) => make("td", { class: "number", text: value === null || value === undefined ? "" : Number(value.toPrecision(4)).toLocaleString("en") });
+    const rows = run.rollouts.map((each) => make("tr", {}, make("th", { scope: "row", text: each.step.toLocaleString("en") }), make("td", { class: "text", text: each.prompt }), make("td", { class: "text", text: `${each.answer}${each.is_finished ? "" : "…"}` }), ...names.map((name) => number(each.rewards[name])), number(each.reward), number(each.advantage)));
+    return card("rollouts", "Newest sampled answers", true, make("details", {}, make("summary", { text: `${rows.length} answers` }), table(["Step", "Prompt", "Answer", ...names, "Reward", "Advantage"], rows, "Sampled answers")));
+  }
+
   function reasons(run) {
     if (!run.derived.length) return null;
     const rows = run.derived.map((each) => make("tr", {}, make("th", { scope: "row" }, make("code", { text: each.key })), make("td", {}, make("code", { text: each.value })), make("td", { text: each.reason })));
@@ -1298,12 +1306,12 @@
 
   function details() {
     const run = selectedRun(), root = $("#details"), open = new Set([...root.querySelectorAll("section:has(details[open])")].map((each) => each.id));
-    const made = JSON.stringify([run.id, run.marks.length, run.step, run.account, run.proofs.length, state.document.differences.length]);
+    const made = JSON.stringify([run.id, run.marks.length, run.step, run.account, run.proofs.length, run.rollouts.length, state.document.differences.length]);
     if (root.dataset.made === made) return;
     root.dataset.made = made;
     const several = differing(state.runs.map((each) => each.name), state.document.differences, "differences", "What is different between the runs");
     const attempts = state.runs.length === 1 ? differing(run.attempts.numbers.map((number) => `attempt ${number}`), run.attempts.differences, "differences", "What is different between the attempts") : null;
-    root.replaceChildren(...[happened(run), several, attempts, times(run), memory(run), layout(run), proofs(run), reasons(run), origin(run)].filter(Boolean));
+    root.replaceChildren(...[happened(run), several, attempts, times(run), memory(run), layout(run), rollouts(run), proofs(run), reasons(run), origin(run)].filter(Boolean));
     const half = [...root.querySelectorAll(".card:not(.wide)")];
     if (half.length % 2) half[half.length - 1].classList.add("wide");
     for (const id of open) $(`#${id} details`)?.setAttribute("open", "");
