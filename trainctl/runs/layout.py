@@ -13,6 +13,7 @@ RUN/
   reference.npz          reference log-probabilities of preference pairs, from the initial weights
   teacher.json           teacher of a distillation, and the folder of its log-probabilities
   rollouts/              step-N-ID/: sampled answers of the steps from N on (objective=grpo)
+  served/                weights on their way to a rollout server; removed when it has read them
   checkpoints/           committed checkpoints `step-00000040/`, and the pointer `latest`
   loggers/               NAME.json: progress of each logger of `logging.to`, of `alerts`, and of
                          `mirror` (`checkpoint.mirror`); NAME.log: its output

@@ -61,7 +61,7 @@ class Generation:
         )
 
 
-def _drop(row: RolloutRow, completion: Completion) -> None:
+def drop(row: RolloutRow, completion: Completion) -> None:
     """Keep nothing of an answer that has ended."""
 
 
@@ -71,7 +71,7 @@ def generate(
     rows: Sequence[RolloutRow],
     sampler: Sampler,
     settings: Generation,
-    keep: Callable[[RolloutRow, Completion], None] = _drop,
+    keep: Callable[[RolloutRow, Completion], None] = drop,
 ) -> list[Completion]:
     """Return the answers of all rows, in their order; on all ranks together.
 
