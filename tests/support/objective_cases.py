@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from encoders import encoder, encoder_keys
 from rank_processes import Case, tiny_config, train_cases
 
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.hardware import Hardware
+from trainctl.models.directory import ENCODERS
 from trainctl.options.data import SampleKind
 from trainctl.options.objective import objective_of
 from trainctl.plans.types import RunPlan
@@ -57,8 +59,11 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "orpo": {},
     "contrastive": {},
     "contrastive, symmetric": {"objective__symmetric": True, "objective__pooling": "last"},
+    "contrastive, bert": {"objective__pooling": "first"},
+    "masked, bert": {"data__mask_documents": True},
+    "masked, modernbert": {"data__mask_documents": True},
 }
-"""Settings by the name of a row, which begins with the objective's kind."""
+"""Settings by the name of a row: the objective's kind, and what is special, such as an encoder."""
 
 
 def _pair(a: int, b: int) -> dict[str, Any]:
@@ -116,6 +121,9 @@ def config_of(row: str, folder: Path, *, steps: int, **changes: Any) -> RunConfi
             "data__packing": "best_fit",
             "data__max_bytes": None,
         }
+    model_type = row.rpartition(", ")[2]
+    if model_type in ENCODERS:
+        settings |= encoder_keys(encoder(folder / model_type, model_type))
     return tiny_config(**{**settings, **OBJECTIVES.get(row, {}), **changes})
 
 

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from anatomies import read_directory
+from encoders import SETTINGS, SHAPE, encoder, encoder_keys
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained, with_stop
 from transformers import AutoConfig, AutoModelForMaskedLM
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
-from trainctl.config.codec import to_plain
 from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.data.corpora import load_corpora
 from trainctl.data.prepare import prepare
@@ -37,22 +36,6 @@ from trainctl.train.objectives.loss import chunked_cross_entropy, own_head, summ
 
 CPU = torch.device("cpu")
 LENGTH = 64
-SHAPE = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "max_position_embeddings": LENGTH,
-    "pad_token_id": None,
-}
-SETTINGS = {
-    "bert": {"num_hidden_layers": 2, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-    "modernbert": {
-        "num_hidden_layers": 3,
-        "local_attention": 16,
-        **{f"{name}_token_id": None for name in ("bos", "eos", "cls", "sep")},
-    },
-}
 PUBLISHED = {
     "bert": {"vocab_size": 30522},
     "modernbert": {"vocab_size": 50368},
@@ -60,12 +43,6 @@ PUBLISHED = {
 """Settings of bert-base-uncased and ModernBERT-base, beside the defaults of transformers."""
 ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4}
 RECOMPUTED = {"activation_checkpointing__mode": "full"}
-
-
-def encoder(folder: Path, kind: str, **settings: Any) -> ModelConfig:
-    """Write a directory and return the model that is read of it."""
-    AutoConfig.for_model(kind, **(settings or SHAPE | SETTINGS[kind])).save_pretrained(folder)
-    return read_directory(ModelConfig(name="encoder", family="hf", path=str(folder)))
 
 
 @pytest.fixture(scope="module", params=["bert", "modernbert"])
@@ -77,7 +54,7 @@ def masking(model: ModelConfig, **changes: Any) -> RunConfig:
     """Build a tiny configuration that trains an encoder on hidden tokens."""
     return tiny_config(
         **{
-            **{f"model__{name}": value for name, value in to_plain(model).items()},
+            **encoder_keys(model),
             "steps": 6,
             "sequence_length": LENGTH,
             "evaluate_every_steps": 3,
