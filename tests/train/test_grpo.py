@@ -20,6 +20,7 @@ from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.options.objective.grpo import Advantage, NormalizeBy, Ratio
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
+from trainctl.runs.rollouts import read_rollouts, rollout_steps
 from trainctl.train.models.model import skeleton
 from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.objectives.grpo import advantages_of, divisors_of
@@ -176,7 +177,16 @@ def test_every_layout_has_one_curve(prompts, tmp_path):
             for one, other in zip(records(run, kind), records(alone, kind), strict=True):
                 assert one["loss"] == pytest.approx(other["loss"], abs=1e-5), (name, kind)
                 assert one["objective"] == pytest.approx(other["objective"], abs=1e-5), (name, kind)
+        assert rollout_steps(run) == list(curve(alone))
         for step, (_, norm) in curve(alone).items():
+            texts = [
+                [
+                    (each["prompt"], each["answer"], each["rewards"])
+                    for each in read_rollouts(of, step)
+                ]
+                for of in (run, alone)
+            ]
+            assert len(texts[0]) == BATCH and texts[0] == texts[1], (name, step)
             assert curve(run)[step][1] == pytest.approx(norm, rel=1e-4), (name, step)
         assert max(each["objective"]["mismatch"] for each in records(run, "step")) < 1e-5, name
     steps = records(runs["further alone"], "step")

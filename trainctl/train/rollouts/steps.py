@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +30,7 @@ from trainctl.plans.mixture import SINGLE_SOURCE, StagedBatches, stages_of_plan
 from trainctl.plans.types import Batch
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.files import write_json
+from trainctl.runs.rollouts import write_rollouts
 from trainctl.runs.status import Phase
 from trainctl.train.adapters.layers import without_adapters
 from trainctl.train.callbacks.context import Journal
@@ -184,7 +186,34 @@ class RolloutData:
         self.extra_samples = phase.extra_samples if step == phase.step else 0
         answers = phase.answers[offset : offset + batch.global_batch_size]
         self.measures = {**_measures(answers), "without_signal": phase.without_signal}
+        if self._session.process.is_first:
+            self._keep_texts(step + 1, answers[: self._section.keep_rollouts])
         return self._micro_batches(answers, batch)
+
+    def _keep_texts(self, step: int, answers: Sequence[JudgedAnswer]) -> None:
+        """Write answers as text, for people to look at; a full disk does not end the run."""
+        rows = [
+            {
+                "number": each.number,
+                "sample": each.sample,
+                "prompt": self._session.tokenizer.decode(each.prompt, with_special=True),
+                "answer": self._answer_text(each.fields),
+                "tokens": each.tokens,
+                "is_finished": each.fields["is_finished"],
+                "rewards": each.fields["rewards"],
+                "reward": each.reward,
+                "advantage": each.advantage,
+            }
+            for each in answers
+        ]
+        if rows:
+            with suppress(OSError):
+                write_rollouts(self._session.run, step, rows)
+
+    def _answer_text(self, fields: Mapping[str, Any]) -> str:
+        """Return the text of an answer, without the token that ends it."""
+        ids = fields["ids"].tolist()
+        return self._session.tokenizer.decode(ids[:-1] if fields["is_finished"] else ids)
 
     def check(self, measures: Mapping[str, float]) -> None:
         """Compare the rollout's log-probabilities with the trainer's, before the update.
@@ -366,16 +395,16 @@ class RolloutData:
         """Add the rewards of some answers, computed by the first rank."""
         if not keys:
             return
-        session, decode = self._session, self._session.tokenizer.decode
+        session = self._session
         scored: list[dict[str, float | None]] = []
         with session.engine.times.host_part("reward"):
             self._journal.beat(Phase.evaluate, f"judging {len(keys):,} answers")
             if self._rewards is not None:
                 asked = []
                 for key in keys:
-                    prompt, ids = prompts[key[0]], known[key]["ids"].tolist()
-                    text = decode(ids[:-1] if known[key]["is_finished"] else ids)
-                    asked.append(SampledAnswer(prompt.text, text, prompt.columns, len(ids)))
+                    prompt, text = prompts[key[0]], self._answer_text(known[key])
+                    tokens = len(known[key]["ids"])
+                    asked.append(SampledAnswer(prompt.text, text, prompt.columns, tokens))
                 scored = self._rewards.score(asked, step=step + 1)
                 if writer is not None:
                     for key, rewards in zip(keys, scored, strict=True):
