@@ -15,7 +15,7 @@ PROMISED = (
     "tiny 125m 1b-zero1 7b-zero2 7b-zero3 7b-zero3-offload 7b-zero3-nvme 13b-zero3 "
     "70b-zero3-nodes 70b-3d 8b-long-context "
     "sft-tiny sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g sft-70b-qlora-1x80g "
-    "dpo-8b-lora masked-tiny distill-tiny distill-1b-8x80g"
+    "dpo-8b-lora kto-tiny masked-tiny distill-tiny distill-1b-8x80g"
 )
 DEVICES = {
     "tiny": 2,

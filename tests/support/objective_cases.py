@@ -57,6 +57,7 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "dpo": {},
     "simpo": {},
     "orpo": {},
+    "kto": {"objective__undesirable_weight": 1.5},
     "contrastive": {},
     "contrastive, symmetric": {"objective__symmetric": True, "objective__pooling": "last"},
     "contrastive, bert": {"objective__pooling": "first"},
@@ -70,6 +71,12 @@ def _pair(a: int, b: int) -> dict[str, Any]:
     return {"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": f"about {a}"}
 
 
+def _answer(a: int, b: int) -> dict[str, Any]:
+    is_good = a % 3 > 0
+    answer = f"{a + b}" if is_good else f"about {a}"
+    return {"prompt": f"{a}+{b}=", "completion": answer, "label": is_good}
+
+
 def _similar(a: int, b: int) -> dict[str, Any]:
     """Return a query with two negatives, of which every third has one."""
     negatives = [f"{a} less {b}", f"{b} and {b}"][: 1 + bool(a % 3)]
@@ -78,6 +85,7 @@ def _similar(a: int, b: int) -> dict[str, Any]:
 
 SOURCES: Mapping[SampleKind, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     SampleKind.pairs: ("preferences", _pair),
+    SampleKind.answers: ("answers", _answer),
     SampleKind.similar: ("similar", _similar),
 }
 """The data source of each kind of records, and a record about two numbers."""

@@ -2,5 +2,5 @@
 
 from trainctl.config.catalog import list_recipes
 
-WAITING = {"masked-tiny": "model.path", "sft-tiny": "model.path"}
+WAITING = dict.fromkeys(["kto-tiny", "masked-tiny", "sft-tiny"], "model.path")
 WHOLE = [info.name for info in list_recipes() if info.name not in WAITING]

@@ -42,7 +42,7 @@ from trainctl.train.objectives.preferences import (
 
 LENGTH, PAIRS, END = 64, 48, 256
 ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4}
-TRL = Path(__file__).parents[1] / "support" / "trl_dpo.py"
+TRL = Path(__file__).parents[1] / "support" / "trl_preferences.py"
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_the_curve_matches_trl(pairs, tmp_path):
     model = skeleton(config.model, torch.float32)
     type(model)(model.config).save_pretrained(tmp_path / "model")
     run = trained(tmp_path / "run", config)
-    command = [sys.executable, TRL, tmp_path / "model", short, str(steps), str(rate)]
+    command = [sys.executable, TRL, "dpo", tmp_path / "model", short, str(steps), str(rate)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs, ours = json.loads(done.stdout.splitlines()[-1]), records(run, "step")

@@ -105,8 +105,8 @@ def _start(event: Event) -> list[str]:
 
 
 def _reference(event: Event) -> list[str]:
-    pairs = f"{event['train']:,} + {event['held_out']:,} held-out pairs"
-    return [f"reference log-probabilities of {pairs}: {clock(event['seconds'])}"]
+    records = f"{event['train']:,} + {event['held_out']:,} held-out records"
+    return [f"reference log-probabilities of {records}: {clock(event['seconds'])}"]
 
 
 def _not_joined(event: Event) -> list[str]:

@@ -88,9 +88,7 @@ DEEPSPEED_KEYS = (
 )
 """Keys of DeepSpeed's JSON that users may type without the `deepspeed.` prefix."""
 
-UNSUPPORTED_OPTIONS = {
-    "objective": ("ppo", "rloo", "gspo", "dapo", "kto", "reward", "rm", "bco", "cpo")
-}
+UNSUPPORTED_OPTIONS = {"objective": ("ppo", "rloo", "gspo", "dapo", "rm", "bco", "cpo")}
 """Options of other trainers that trainctl lacks, by group; no near match is suggested for them."""
 
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")

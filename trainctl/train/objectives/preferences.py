@@ -1,8 +1,9 @@
-"""Preference objectives: their loss functions, as in the papers, and the reference that DPO needs.
+"""Preference objectives: their loss functions, as in the papers, and the reference of DPO and KTO.
 
-The reference is two log-probabilities per pair, under the weights before the first step. The run's
-own engine computes them once, on the layout that it has, so no second model is in memory. They are
-kept in `reference.npz` of the run, which every later attempt reads.
+The reference is two log-probabilities per record, under the weights before the first step: of both
+answers of a pair, or of a single answer and of the other one after the same prompt. The run's own
+engine computes them once, on the layout that it has, so no second model is in memory. They are kept
+in `reference.npz` of the run, which every later attempt reads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from trainctl.data.corpora import Corpora, corpus_digests
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.objective import ANSWERS, REFERENCE, objective_of
 from trainctl.options.objective.dpo import DpoConfig, PreferenceLoss
+from trainctl.options.objective.kto import KtoConfig
 from trainctl.options.objective.orpo import OrpoConfig
 from trainctl.options.objective.simpo import SimpoConfig
 from trainctl.plans.mixture import SINGLE_SOURCE
@@ -30,7 +32,7 @@ from trainctl.runs.files import write_bytes
 from trainctl.runs.layout import RunPaths
 from trainctl.train.data import PackedDataset
 from trainctl.train.evaluation import inference
-from trainctl.train.objectives.base import Measured, SeenPairs
+from trainctl.train.objectives.base import Measured, SeenPairs, SeenTokens, WholeBatch
 from trainctl.train.session import Session
 
 
@@ -76,6 +78,44 @@ def orpo(config: OrpoConfig, pairs: SeenPairs) -> Measured:
     losses = -chosen - config.weight * F.logsigmoid(odds)
     measures = rewards(config.weight * chosen, config.weight * rejected)
     return losses, {**measures, "chosen_loss": -chosen}
+
+
+def log_ratios(config: KtoConfig, seen: SeenTokens) -> torch.Tensor:
+    """Return features of answers, (samples, 3): the log-ratio of policy to reference of the answer,
+    that of another record's answer to the same prompt, and whether the answer is good.
+
+    Without a stored reference they are the log-probabilities, which become it.
+    """
+    answers = SeenPairs.of(seen)
+    assert seen.beside is not None and seen.beside.targets is not None
+    own = answers.chosen - answers.reference_chosen
+    other = answers.rejected - answers.reference_rejected
+    return torch.stack([own, other, seen.beside.targets[:, 0].nan_to_num(0.0)], dim=1)
+
+
+def kto(config: KtoConfig, batch: WholeBatch) -> Measured:
+    """Return the KTO loss, lambda_y - v(x, y) of equation 8 in arXiv:2402.01306.
+
+    The baseline is the mean log-ratio of mismatched answers over the global batch, at least 0. It
+    has no gradient.
+    """
+    own, other, label = batch.features.unbind(dim=1)
+    other = torch.where(batch.is_counted, other.detach(), 0.0)
+    baseline = (other.sum() / batch.is_counted.sum().clamp(min=1)).clamp(min=0)
+    is_good = label > 0.5
+    above = config.beta * (own - baseline)
+    losses = torch.where(
+        is_good,
+        config.desirable_weight * torch.sigmoid(-above),
+        config.undesirable_weight * torch.sigmoid(above),
+    )
+    reward = config.beta * own
+    return losses, {
+        "desirable": is_good.float(),
+        "reward_desirable": torch.where(is_good, reward, 0.0),
+        "reward_undesirable": torch.where(is_good, 0.0, reward),
+        "kl": baseline.expand(len(own)),
+    }
 
 
 def rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -216,13 +256,15 @@ def _compute_reference(
         for start in range(0, count, size * ranks):
             tell(f"reference: {start:,} of {count:,} pairs")
             indices = np.arange(start + rank * size, start + (rank + 1) * size)
-            engine.output(dataset.micro_batch(np.where(indices < count, indices, -1)))
+            features = engine.output(dataset.micro_batch(np.where(indices < count, indices, -1)))
             places.append(indices)
-            own.append(engine.measured()[:, -len(ANSWERS) :].float().cpu())
+            of_pairs = engine.measured()[:, -len(ANSWERS) :]
+            found = features[:, : len(ANSWERS)] if engine.objective.passes == 2 else of_pairs
+            own.append(found.float().cpu())
     share = (np.concatenate(places), torch.cat(own).numpy()) if own else None
-    found = np.zeros((count, len(ANSWERS)), np.float32)
+    reference = np.zeros((count, len(ANSWERS)), np.float32)
     for each in session.process.gather(share if mesh.tensor.is_first else None):
         if each is not None:
             indices, values = each
-            found[indices[indices < count]] = values[indices < count]
-    return found
+            reference[indices[indices < count]] = values[indices < count]
+    return reference

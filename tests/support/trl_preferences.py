@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer on pairs of texts, in a process of its own: `MODEL PAIRS STEPS RATE`.
+"""TRL's DPOTrainer or KTOTrainer on texts, in a process of its own: `KIND MODEL FILE STEPS RATE`.
 
 Prints the records of its steps as JSON. Its tokenizer maps an ASCII text to its bytes.
 """
@@ -11,25 +11,26 @@ import tempfile
 from pathlib import Path
 
 
-def main(model: str, pairs: str, steps: int, rate: float) -> None:
+def main(kind: str, model: str, file: str, steps: int, rate: float) -> None:
     """Train, and print the logged records."""
     from datasets import Dataset
     from tokenizers import Regex, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
     vocabulary = {chr(number): number for number in range(256)} | {"<end>": 256}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="\0"))
     backend.pre_tokenizer = Split(Regex("."), "isolated")
     end = "<end>"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, pad_token=end)
-    rows = [json.loads(line) for line in Path(pairs).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    trainer_class, config = {"dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig)}[kind]
     with tempfile.TemporaryDirectory() as folder:
-        trainer = DPOTrainer(
+        trainer = trainer_class(
             model=AutoModelForCausalLM.from_pretrained(model),
-            args=DPOConfig(
+            args=config(
                 output_dir=folder,
                 beta=0.1,
                 precompute_ref_log_probs=True,
@@ -54,9 +55,9 @@ def main(model: str, pairs: str, steps: int, rate: float) -> None:
             processing_class=tokenizer,
         )
         trainer.train()
-    logged = [each for each in trainer.state.log_history if "rewards/margins" in each]
+    logged = [each for each in trainer.state.log_history if "loss" in each]
     print("\n" + json.dumps(logged))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
+    main(*sys.argv[1:4], int(sys.argv[4]), float(sys.argv[5]))
