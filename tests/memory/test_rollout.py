@@ -29,7 +29,7 @@ def rollout_plan(*, objective: dict[str, Any] | None = None, **settings: Any) ->
 
 
 def size(plan: RunPlan) -> RolloutSize:
-    return RolloutSize.of(plan, budget(plan).worst_stage.moments)
+    return RolloutSize.of(plan)
 
 
 def test_8b_with_16_samples_of_4096_tokens_fits_on_8_devices_of_80_gb() -> None:

@@ -696,6 +696,24 @@ ERRORS = [
             ({"zero_stage__stage": 3, "offload__parameters": "nvme"}, "NVMe for each token"),
         )
     ),
+    *(
+        (
+            "TC492",
+            {"objective__kind": "grpo", "objective__rollout": "vllm", **changes},
+            gpus(),
+            message,
+            hint,
+        )
+        for changes, message, hint in (
+            ({}, "rollout_url=null: no server is named", "http://localhost:8000"),
+            ({"objective__rollout_url": "localhost:1"}, "url=localhost:1: no", "http://"),
+            (
+                {"objective__rollout_url": "http://h:1", "objective__top_p": 0.9},
+                "objective.top_p=0.9 with objective.rollout=vllm",
+                "objective.top_p=1",
+            ),
+        )
+    ),
     ("TC490", {"objective__kind": "grpo"}, gpus(), "objective.rewards has none", "exact_answer"),
     *(
         (

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from completion_server import completion_server
 from fsdp2_probe import peak_bytes
 from rank_processes import Case
 from torch.profiler import ProfilerActivity, profile
@@ -18,7 +17,6 @@ from trainctl.train.rollouts import generate as generation
 from trainctl.train.rollouts.cache import SlotCache, Window
 from trainctl.train.rollouts.generate import Generation, generate
 from trainctl.train.rollouts.sampling import Sampler
-from trainctl.train.rollouts.server import RolloutServer
 from trainctl.train.session import Session, assemble
 
 ENDS = range(12)
@@ -140,29 +138,3 @@ def _memory_of(case: Case, process: Process) -> RolloutBytes:
     cache = sum(tensor.nbytes for tensor in caches[0]._tensors)
     session.engine.close()
     return RolloutBytes(cache, peak_bytes(profiler))
-
-
-def served(cases: list[Case], process: Process) -> float:
-    """Train a step, send the weights to a server of our own, and let it generate.
-
-    Returns:
-        The largest difference between its log-probabilities and the trainer's.
-    """
-    (case,) = cases
-    session = assemble(case.plan, case.run, process)
-    engine, batch = session.engine, case.plan.batch
-    engine.set_learning_rate(1.0)
-    engine.accumulate(session.training.step(0, batch))
-    engine.update(norm=session.gradients.norms().total, clip_at=1.0)
-    with completion_server() as server:  # only the first rank's is asked
-        client = RolloutServer(server.url, process)
-        client.send_weights(session)
-        assert not (case.run.root / "served").exists()
-        answers = client.generate(ROWS, replace(SAMPLER, top_p=1.0), SETTINGS)
-        assert bool(server.seen) == process.is_first
-    differences = [
-        np.abs(_expected(session, row, answer) - answer.log_probabilities).max()
-        for row, answer in zip(ROWS, answers, strict=True)
-    ]
-    engine.close()
-    return float(max(differences))

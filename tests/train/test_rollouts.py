@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from completion_server import completion_server
+from grpo_kills import sampling, write_prompts
 from rank_processes import Case, tiny_config, tiny_plan, train_cases
 from rollout_probe import ENDS, ROWS, SAMPLER, SETTINGS, Rollouts
 
@@ -15,6 +17,7 @@ from trainctl.config.registry import new_section
 from trainctl.memory.budget import device_budget
 from trainctl.plans.types import Batch, RunPlan
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import read_events
 from trainctl.train.rollouts import Completion
 
 pytestmark = pytest.mark.slow
@@ -118,8 +121,36 @@ def test_a_rollout_takes_the_memory_that_the_budget_says(layout: str, tmp_path: 
     assert 0.8 < found.peak / expected < 1.1
 
 
-def test_a_server_generates_with_the_weights_that_it_is_sent(tmp_path: Path) -> None:
+def test_a_server_generates_with_the_weights_of_each_step(tmp_path: Path) -> None:
     """The server is of our own (`tests/support/completion_server.py`), not vLLM."""
-    plan = plan_of("ZeRO 3")
-    found = train_cases(2, [Case(plan, RunPaths(tmp_path))], probe="rollout_probe:served")
-    assert max(found) < 1e-5
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    layouts = {
+        "zero": {"zero_stage__stage": 3},
+        "adapter": {"zero_stage__stage": 1, "adapter__kind": "lora", "adapter__rank": 4},
+    }
+    with completion_server() as server:
+        cases = [
+            Case(
+                tiny_plan(
+                    sampling(
+                        prompts,
+                        steps=3,
+                        checkpoint__every_steps=None,
+                        objective__rollout="vllm",
+                        objective__rollout_url=server.url,
+                        **changes,
+                    ),
+                    2,
+                ),
+                RunPaths(tmp_path / name),
+            )
+            for name, changes in layouts.items()
+        ]
+        train_cases(2, cases, together=True)
+        sent = [path for path, _ in server.seen if path == "/collective_rpc"]
+    assert len(sent) == 2 * (3 + 1)  # before each step, and for the evaluation after the last
+    for case in cases:
+        steps = [each for each in read_events(case.run.events) if each["event"] == "step"]
+        assert len(steps) == 3
+        assert max(each["objective"]["mismatch"] for each in steps) < 1e-5
+        assert not (case.run.root / "served").exists()

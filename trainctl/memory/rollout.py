@@ -6,11 +6,11 @@ The number of answers is a function of the plan, so that the run has the one tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainctl.config.schema import AttentionKind, ModelConfig
 from trainctl.memory.activations import block_activations, compute_bytes
+from trainctl.memory.budget import device_budget
 from trainctl.memory.rank import Components, RankMemory
 from trainctl.options.model import spec_of
 from trainctl.options.objective.grpo import GrpoConfig, Rollout
@@ -111,15 +111,18 @@ class RolloutSize:
     """Numbers of a rollout that its memory decides."""
 
     answers: int
-    """Answers that a rank generates side by side."""
+    """Answers that are generated side by side: by a rank, or by a server for the run."""
     holds_weights: bool
     """Whether each rank gathers all weights once, rather than for each token."""
 
     @classmethod
-    def of(cls, plan: LayoutPlan, moments: Mapping[str, Components]) -> RolloutSize:
-        """Return the size that the phase in `moments` was computed with."""
+    def of(cls, plan: LayoutPlan) -> RolloutSize:
+        """Return the size that the budget of a plan with rollouts counts."""
         section = own_rollout(plan)
-        assert section is not None, "the engine makes no rollouts"
+        if section is None:
+            asked = getattr(plan.config.objective, "rollout_batch_size", None)
+            return cls(asked or ANSWERS_AT_ONCE, holds_weights=True)
+        moments = device_budget(plan).worst_stage.moments
         holds = ROLLOUT in moments
         moment = moments[ROLLOUT if holds else ROLLOUT_BY_LAYER]
         return cls(moment.key_value_cache // _cache_bytes(plan, section), holds)

@@ -18,7 +18,6 @@ from trainctl.config.keys import as_written
 from trainctl.config.registry import changed_section
 from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
 from trainctl.hardware import Hardware
-from trainctl.memory.budget import device_budget
 from trainctl.memory.constants import BYTES
 from trainctl.memory.rollout import (
     RolloutSize,
@@ -257,7 +256,7 @@ def _rollout_seconds(plan: LayoutPlan, links: Links, speed: Rates) -> float:
     if section is None:
         return 0.0
     config, model, tensor = plan.config, plan.config.model, plan.mesh.tensor
-    size = RolloutSize.of(plan, device_budget(plan).worst_stage.moments)
+    size = RolloutSize.of(plan)
     answers = answers_of_rank(plan, section)
     parameters = stage_parameters(model, model.num_layers, tensor, True, True)
     weights = BYTES[number_formats(config.precision).weights] * parameters

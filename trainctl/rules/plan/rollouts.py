@@ -124,3 +124,39 @@ def answers_fill_the_batch(draft: Draft) -> Iterator[Problem]:
             "objective.kl_weight=0, or adapter=lora",
             key="objective.kl_weight",
         )
+
+
+@rule(
+    "TC492",
+    "objective.rollout",
+    "objective.rollout_url",
+    "objective.top_p",
+    "objective.top_k",
+    example="recipe=tiny objective=grpo objective.rollout=vllm",
+)
+def a_server_is_named(draft: Draft) -> Iterator[Problem]:
+    """A rollout server has an address, and samples from the distribution that is trained.
+
+    A server that truncates its distribution returns the log-probabilities of the rest, which the
+    trainer's never match.
+
+    Fix: Set objective.rollout_url, objective.top_p=1 and objective.top_k=0.
+    """
+    section = draft.config.objective
+    if not isinstance(section, GrpoConfig) or section.rollout is not Rollout.vllm:
+        return
+    url = section.rollout_url or ""
+    if not url.startswith(("http://", "https://")):
+        yield Problem(
+            f"objective.rollout=vllm with rollout_url={url or 'null'}: no server is named",
+            "objective.rollout_url=http://localhost:8000",
+            key="objective.rollout_url",
+        )
+    for key, value, whole in (("top_p", section.top_p, 1), ("top_k", section.top_k, 0)):
+        if value != whole:
+            yield Problem(
+                f"objective.{key}={value:g} with objective.rollout=vllm: the server's "
+                "log-probabilities are those of the tokens that are left",
+                f"objective.{key}={whole}, or objective.rollout=engine",
+                key=f"objective.{key}",
+            )

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from trainctl.engines.process import Process
 from trainctl.engines.protocol import Engine
-from trainctl.memory.budget import device_budget
-from trainctl.memory.rollout import SPARE_COLUMNS, RolloutSize, own_rollout, prefill_tokens
+from trainctl.memory.rollout import SPARE_COLUMNS, RolloutSize, prefill_tokens
+from trainctl.options.objective.grpo import GrpoConfig
 from trainctl.plans.types import RunPlan
 from trainctl.train.evaluation import inference
 from trainctl.train.rollouts import Completion, RolloutRow
@@ -48,9 +48,8 @@ class Generation:
     @classmethod
     def of(cls, plan: RunPlan, ends: Collection[int], vocab_size: int) -> Generation:
         """Return the settings of a run's rollouts, of the size that its memory budget counts."""
-        section = own_rollout(plan)
-        assert section is not None, "the engine makes no rollouts"
-        size = RolloutSize.of(plan, device_budget(plan).worst_stage.moments)
+        section, size = plan.config.objective, RolloutSize.of(plan)
+        assert isinstance(section, GrpoConfig)
         return cls(
             max_tokens=section.max_answer_tokens,
             batch_size=size.answers,

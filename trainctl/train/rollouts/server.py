@@ -66,16 +66,20 @@ class RolloutServer:
 
     def __init__(self, url: str, process: Process, *, at_once: int = 64) -> None:
         self._url, self._process, self._at_once = url.rstrip("/"), process, at_once
-        self._model = ""
+        self._model, self._step = "", -1
 
     def send_weights(self, session: Session) -> None:
-        """Write the weights and let the server read them; on all ranks together.
+        """Write the weights and let the server read them, unless it has those of this step; on all
+        ranks together.
 
         Raises:
             TrainctlError: They cannot be written, or the server does not read them; on all ranks.
         """
+        if session.progress.step == self._step:
+            return
         out = write_weights(session)
         on_first_rank(self._process, partial(self._load, out))
+        self._step = session.progress.step
 
     def _load(self, folder: Path) -> None:
         # If this fails, the server stays paused: half of its weights may be new.

@@ -47,6 +47,7 @@ from trainctl.train.rollouts.kept import (
     read_answers,
 )
 from trainctl.train.rollouts.sampling import Sampler
+from trainctl.train.rollouts.server import RolloutServer
 from trainctl.train.session import Session
 
 WIDTH_MULTIPLE = 64
@@ -145,6 +146,10 @@ class RolloutData:
         self._batches = StagedBatches(stages_of_plan(session.plan))
         ends = prompts_of(config.data, session.tokenizer).ends
         self._generation = Generation.of(session.plan, ends, session.tokenizer.vocab_size)
+        self._server: RolloutServer | None = None
+        if config.objective.rollout is Rollout.vllm:
+            url, at_once = config.objective.rollout_url or "", self._generation.batch_size
+            self._server = RolloutServer(url, session.process, at_once=at_once)
         self._phase: RolloutPhase | None = None
         self._rewards: RewardProcesses | None = None
         self.extra_samples = 0
@@ -368,20 +373,16 @@ class RolloutData:
             if writer is not None and session.mesh.tensor.is_first:
                 writer.add((row.number, row.sample), **_fields(answer))
 
+        sampler = Sampler(
+            session.plan.config.training.seed, section.temperature, section.top_p, section.top_k
+        )
+        how = rows, sampler, self._generation, keep
         with session.engine.times.plain_part("rollout"):
-            found = generate(
-                session.engine,
-                session.process,
-                rows,
-                Sampler(
-                    session.plan.config.training.seed,
-                    section.temperature,
-                    section.top_p,
-                    section.top_k,
-                ),
-                self._generation,
-                keep,
-            )
+            if self._server is None:
+                found = generate(session.engine, session.process, *how)
+            else:
+                self._server.send_weights(session)
+                found = self._server.generate(*how)
         return [_fields(each) for each in found]
 
     def _judge(
