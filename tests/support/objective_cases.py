@@ -59,7 +59,11 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "orpo": {},
     "kto": {"objective__undesirable_weight": 1.5},
     "contrastive": {},
-    "contrastive, symmetric": {"objective__symmetric": True, "objective__pooling": "last"},
+    "contrastive, symmetric": {
+        "objective__symmetric": True,
+        "objective__pooling": "last",
+        "model__tie_word_embeddings": False,  # then the head has no gradient
+    },
     "contrastive, bert": {"objective__pooling": "first"},
     "masked, bert": {"data__mask_documents": True},
     "masked, modernbert": {"data__mask_documents": True},

@@ -25,6 +25,7 @@ from trainctl.models.tensors import INDEX, ONE_FILE
 from trainctl.models.tokenizer_files import special_tokens_of
 from trainctl.options.adapter import low_rank
 from trainctl.options.objective import objective_of
+from trainctl.options.objective.contrastive import ContrastiveConfig, Pooling
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.files import write_json
 from trainctl.train.adapters.layers import MergedWeights
@@ -214,7 +215,43 @@ def write_all_but_weights(
         write_module_file(config.model, dtype, folder)
         return [NOT_LOADED, *_copy_tokenizer(config.tokenizer, folder)]
     _write_config(model, config, dtype, folder)
-    return _copy_tokenizer(config.tokenizer, folder) + _write_chat(model, config, folder)
+    notes = _copy_tokenizer(config.tokenizer, folder) + _write_chat(model, config, folder)
+    if isinstance(config.objective, ContrastiveConfig):
+        _write_embedding_modules(config, config.objective, folder)
+    return notes
+
+
+_POOLING_MODES = {
+    Pooling.mean: "pooling_mode_mean_tokens",
+    Pooling.last: "pooling_mode_lasttoken",
+    Pooling.first: "pooling_mode_cls_token",
+}
+
+
+def _write_embedding_modules(config: RunConfig, objective: ContrastiveConfig, folder: Path) -> None:
+    """Write the files by which sentence-transformers loads a model of embeddings.
+
+    They have the names and keys of models on the hub, which all its versions read.
+    """
+    named = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for i, (name, path) in enumerate(named)
+    ]
+    modes = {name: mode is objective.pooling for mode, name in _POOLING_MODES.items()}
+    pooling = {"word_embedding_dimension": config.model.hidden_size, **modes}
+    longest = {"max_seq_length": config.training.sequence_length, "do_lower_case": False}
+    for _, name in named[1:]:
+        (folder / name).mkdir()
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "1_Pooling" / "config.json", pooling)
+    write_json(folder / "sentence_bert_config.json", longest)
+    write_json(folder / "config_sentence_transformers.json", {"similarity_fn_name": "cosine"})
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():  # it pads texts of a batch, under a mask
+        facts = json.loads(settings.read_text(encoding="utf-8"))
+        if facts.get("pad_token") is None and facts.get("eos_token") is not None:
+            write_json(settings, facts | {"pad_token": facts["eos_token"]})
 
 
 def _write_config(
