@@ -100,6 +100,31 @@ def test_tools_and_parts_and_history():
         conversation_of(alpaca, Shape.messages)
 
 
+def test_a_key_of_messages_says_what_is_learned():
+    messages = asked(("a", "b"), ("c", "d"), ("e", "f"))
+    for key, values in (("weight", (0, 1, None)), ("train", (False, True, None))):
+        marked = [dict(each) for each in messages]
+        turns = [{"from": each["role"], "value": each["content"]} for each in messages]
+        for every in (marked, turns):
+            for place, value in zip((1, 3, 5), values, strict=True):
+                every[place] |= {key: value}
+            every[0] |= {key: values[0]}
+        expected = {"messages": messages, "learned": [3, 5]}
+        assert conversation_of({"messages": marked}, learn_key=key) == expected
+        assert conversation_of({"conversations": turns}, learn_key=key) == expected
+        assert "learned" not in conversation_of({"messages": marked})
+    for place, value, why in (
+        (1, 0.5, "`weight` of message 2 is 0.5, not 0 or 1"),
+        (1, "0", "`weight` of message 2 is '0', not 0 or 1"),
+        (0, 1, "`weight` of message 1 is 1, and it is one of the user"),
+        (1, 0, "nothing to learn: `weight` is 0 or false"),
+    ):
+        wrong = [dict(each) for each in messages[:2]]
+        wrong[place]["weight"] = value
+        with pytest.raises(BadRecord, match=why):
+            conversation_of({"messages": wrong}, learn_key="weight")
+
+
 def test_keys_of_no_shape_come_with_the_shapes_that_are_known():
     with pytest.raises(BadRecord) as told:
         conversation_of({"question": "a", "answer": "b"})
@@ -202,7 +227,12 @@ def test_a_change_of_template_or_rule_is_another_corpus(tmp_path):
     assert cached_corpora(config, tokenizer) == {"data": corpus}
     other = tmp_path / "other.jinja"
     other.write_text(MARKED.replace("<|im_start|>", "<|im_start|> "))
-    for keys in ({"learn": Learn.last}, {"chat_template": str(other)}, {"shape": Shape.messages}):
+    for keys in (
+        {"learn": Learn.last},
+        {"chat_template": str(other)},
+        {"shape": Shape.messages},
+        {"learn_key": "weight"},
+    ):
         changed = replace(config, data=replace(config.data, **keys))
         assert cached_corpora(changed, tokenizer) == {"data": None}
     longer = replace(config, data=replace(config.data, on_too_long=OnTooLong.drop))

@@ -90,6 +90,35 @@ def test_the_last_answer_alone_or_everything_is_learnt(folder, named, text):
     assert template.render(messages, learn=Learn.all).loss_mask.all()
 
 
+TWICE_MARKED = MARKED.replace(
+    "{{ message['content'] }}{% for call",
+    "{{ message['content'] }}{% endgeneration %}{% generation %}{% for call",
+    1,
+)
+"""Template with two marked spans in each answer."""
+
+
+@pytest.mark.parametrize("text", [MARKED, TWICE_MARKED, UNMARKED], ids=["one", "two", "prefixes"])
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_each_answer_can_be_learned_alone(folder, named, messages, text):
+    template, by_prefixes = named(folder, text), named(folder, UNMARKED)
+    answers = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
+    whole = by_prefixes.render(messages).loss_mask
+    together = 0 * whole
+    for number in answers:
+        mask = template.render(messages, learned=[number]).loss_mask
+        first = len(by_prefixes.prompt(messages[:number]))
+        end = first + int(whole[first:].argmin()) if not whole[first:].all() else len(whole)
+        assert mask.nonzero()[0].tolist() == list(range(first, end))
+        together = together + mask
+    assert together.tolist() == whole.astype(int).tolist()
+    assert template.render(messages, learned=answers).loss_mask.tolist() == whole.tolist()
+    last = template.render(messages, learn=Learn.last, learned=answers).loss_mask
+    assert last.tolist() == template.render(messages, learned=answers[-1:]).loss_mask.tolist()
+    with pytest.raises(CannotRender, match="nothing to learn"):
+        template.render(messages, learned=[])
+
+
 def test_a_template_that_forgets_is_refused_unless_the_last_answer_is_learnt(folder, named):
     template = named(folder, FORGETFUL)
     messages = asked(("1+1?", "2"), ("2+2?", "4"))

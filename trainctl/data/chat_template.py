@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,12 +188,14 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         learn: Learn = Learn.assistant,
+        learned: Collection[int] | None = None,
     ) -> ChatTokens:
         """Encode a conversation and return its ids with the loss mask.
 
         No token is added to what the template writes. The token that ends an assistant turn
         has a loss if the template writes one: inside the `{% generation %}` block, or anywhere if
         there are no such blocks. `tools` are JSON schemas of the tools that may be called.
+        `learned` has the numbers of the messages that may be learned; None allows all.
 
         Raises:
             CannotRender: The template refuses the conversation, its answers cannot be located, or
@@ -204,16 +206,13 @@ class ChatTemplate:
         ids, places = self._encode_text(text)
         if learn is Learn.all:
             return ChatTokens(ids, np.ones(len(ids), dtype=bool))
-        answers = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
-        if learn is Learn.last:
-            del answers[:-1]
+        every = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
+        answers = every[-1:] if learn is Learn.last else every
+        answers = [n for n in answers if learned is None or n in learned]
         loss_mask = np.zeros(len(ids), dtype=bool)
         if self.has_marks:
-            if learn is Learn.last and answers:
-                _, earlier = self._render_text(
-                    messages[: answers[0]], tools, placeholders, marks=True
-                )
-                del spans[: len(earlier)]
+            if answers != every:
+                spans = self._spans_of(messages, tools, placeholders, spans, every, answers)
             found = [_token_range(places, *span) for span in spans]
         else:
             found = [self._answer_span(messages, tools, n, text, ids, places) for n in answers]
@@ -234,6 +233,34 @@ class ChatTemplate:
         placeholders = self._find_placeholders(messages, tools)
         text, _ = self._render_text(messages, tools, placeholders, prompts=True)
         return self._encode_text(text)[0]
+
+    def _spans_of(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        placeholders: Mapping[str, str],
+        spans: Spans,
+        every: Sequence[int],
+        answers: Collection[int],
+    ) -> Spans:
+        """Return those of a conversation's marked spans that are in some of its answers.
+
+        The spans of an answer are those behind the spans of the messages before it.
+
+        Args:
+            every: Numbers of all answers.
+        """
+
+        @cache
+        def spans_before(number: int) -> int:
+            return len(self._render_text(messages[:number], tools, placeholders, marks=True)[1])
+
+        found: Spans = []
+        for number, following in zip(every, [*every[1:], None], strict=True):
+            if number in answers:
+                end = len(spans) if following is None else spans_before(following)
+                found += spans[spans_before(number) : end]
+        return found
 
     def _answer_span(
         self,

@@ -88,7 +88,8 @@ class ChatEncoder(_RecordEncoder[ChatConfig]):
         self.fingerprint = " ".join(parts)
 
     def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        found = self._template.render(record["messages"], record.get("tools"), self._section.learn)
+        messages, tools = record["messages"], record.get("tools")
+        found = self._template.render(messages, tools, self._section.learn, record.get("learned"))
         return found.ids, found.loss_mask
 
 

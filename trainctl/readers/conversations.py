@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 Message = dict[str, Any]
@@ -70,11 +71,15 @@ class BadRecord(ValueError):
     """A record that has not what its source takes; the message says why."""
 
 
-def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]:
+def conversation_of(
+    record: object, shape: Shape = Shape.auto, learn_key: str | None = None
+) -> dict[str, Any]:
     """Return the conversation of a record: `messages`, and `tools` where there are any.
 
     Args:
         shape: Layout of the record; `auto` is detected by its keys.
+        learn_key: Key of the assistant's messages that says whether one is learned; messages
+            without it are. `learned` of the conversation then has their numbers, from 0.
 
     Raises:
         BadRecord: It has no such shape, is empty, has roles out of order, a message without
@@ -82,10 +87,13 @@ def conversation_of(record: object, shape: Shape = Shape.auto) -> dict[str, Any]
     """
     if not isinstance(record, Mapping):
         raise BadRecord("not an object with a conversation in it")
-    messages = [_read_message(each) for each in _READERS[_shape_of(record, shape)](record)]
+    shape = _shape_of(record, shape)
+    read = partial(_read_sharegpt, kept=learn_key) if shape is Shape.sharegpt else _READERS[shape]
+    messages = [_read_message(each) for each in read(record)]
     _require_order(messages)
+    learned = {} if learn_key is None else {"learned": _learned(messages, learn_key)}
     tools = _read_tools(record)
-    return {"messages": messages, **({"tools": tools} if tools else {})}
+    return {"messages": messages, **({"tools": tools} if tools else {}), **learned}
 
 
 def _read_tools(record: Record) -> list[dict[str, Any]] | None:
@@ -151,7 +159,8 @@ def _read_alpaca(record: Record) -> list[Any]:
     return messages
 
 
-def _read_sharegpt(record: Record) -> list[Any]:
+def _read_sharegpt(record: Record, kept: str | None = None) -> list[Any]:
+    """Return the turns as messages. Of the other keys of a turn, only `kept` is."""
     system = record.get("system")
     messages = [{"role": "system", "content": system}] if system else []
     for each in _parse_list(record["conversations"], "conversations"):
@@ -161,7 +170,8 @@ def _read_sharegpt(record: Record) -> list[Any]:
         who = each.get("from") if isinstance(each, Mapping) else None
         if not isinstance(who, str) or who not in _SHAREGPT_ROLES:
             raise BadRecord(f"a turn is from {who!r}, which is nobody that is known")
-        messages.append({"role": _SHAREGPT_ROLES[who], "content": each.get("value")})
+        own = {kept: each[kept]} if kept is not None and kept in each else {}
+        messages.append({"role": _SHAREGPT_ROLES[who], "content": each.get("value"), **own})
     return messages
 
 
@@ -212,6 +222,33 @@ def _require_order(messages: list[Message]) -> None:
         before = role
     if "assistant" not in roles:
         raise BadRecord("nothing to learn: no message is the assistant's")
+
+
+def _learned(messages: list[Message], key: str) -> list[int]:
+    """Return the numbers of the messages to learn, and remove the key from all messages.
+
+    Raises:
+        BadRecord: A value is neither 0 (false) nor 1 (true), or there is nothing to learn.
+    """
+    found = []
+    for number, message in enumerate(messages):
+        value, is_answer = message.pop(key, None), message["role"] == "assistant"
+        if value is not None and (not isinstance(value, bool | int | float) or value not in (0, 1)):
+            raise BadRecord(
+                f"`{key}` of message {number + 1:,} is {value!r:.60}, not 0 or 1, false or true"
+            )
+        if value and not is_answer:
+            raise BadRecord(
+                f"`{key}` of message {number + 1:,} is {value!r}, and it is one of the "
+                f"{message['role']}: only the assistant's are learned"
+            )
+        if is_answer and (value is None or value):
+            found.append(number)
+    if not found:
+        raise BadRecord(
+            f"nothing to learn: `{key}` is 0 or false in all of the assistant's messages"
+        )
+    return found
 
 
 def _parse_list(value: object, key: str) -> list[Any]:

@@ -27,12 +27,18 @@ class ChatConfig(TemplateConfig):
         "Tokens that contribute to the loss: all assistant messages, only the last one, or the "
         "whole conversation.",
     )
+    learn_key: str | None = option(
+        None,
+        "Key of a message that says whether one of the assistant's is learned: 0 or false is not, "
+        "1 or true is, as is one without the key. OpenAI's is `weight`, Axolotl's `train`.",
+        needs=(lambda s: s.learn is not Learn.all, "data.learn=assistant or last"),
+    )
 
 
 SPEC = source_of_records(
     "chat",
-    lambda record, section: conversation_of(record, section.shape),
-    identity=lambda section: section.shape.value,
+    lambda record, section: conversation_of(record, section.shape, section.learn_key),
+    identity=lambda section: " ".join(filter(None, [section.shape.value, section.learn_key])),
     keys=ChatConfig,
     encoder="trainctl.data.record_encoders:ChatEncoder",
 )
