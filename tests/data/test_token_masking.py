@@ -7,8 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rank_processes import tiny_config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import BertProcessing
 
 from trainctl.data.token_masking import TokenMasking, token_masking
+from trainctl.data.tokenizer import FileTokenizer, encode_documents
 from trainctl.errors import TrainctlError
 from trainctl.options.tokenizer.byte import MASK
 
@@ -76,7 +81,8 @@ def test_the_mask_token_is_the_tokenizers(tmp_path) -> None:
     assert token_masking(tiny_config(), "code") is None
     with pytest.raises(TrainctlError, match=r"objective.mask_token=<x>: the tokenizer has no such"):
         token_masking(tiny_config(objective__kind="masked", objective__mask_token="<x>"), "code")
-    vocabulary = '{"model": {"type": "WordLevel", "vocab": {"a": 0, "[SEP]": 1, "?": 2%s}}}'
+    words = '"vocab": {"a": 0, "[SEP]": 1, "?": 2%s}'
+    vocabulary = '{"model": {"type": "WordLevel", "unk_token": "a", ' + words + "}}"
     of_file = {"tokenizer__kind": "file", "tokenizer__path": str(tmp_path / "tokenizer.json")}
     for more, settings, expected in (
         (', "[MASK]": 3', "{}", 3),
@@ -90,3 +96,26 @@ def test_the_mask_token_is_the_tokenizers(tmp_path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(TrainctlError, match="mask_token=null: the tokenizer has no such token"):
         token_masking(tiny_config(objective__kind="masked", **of_file), "code")
+
+
+def test_documents_begin_with_the_token_that_the_tokenizer_puts_first(tmp_path) -> None:
+    """`[CLS]` and `[SEP]`, as transformers gives a text to a BERT; neither is hidden."""
+    backend = Tokenizer(WordLevel({"[CLS]": 0, "[SEP]": 1, "[MASK]": 2, "a": 3, "b": 4}, "b"))
+    backend.pre_tokenizer = Whitespace()
+    file, of_file = tmp_path / "tokenizer.json", []
+    for _ in range(2):
+        backend.save(str(file))
+        tokenizer = FileTokenizer(file)
+        of_file.append(tokenizer)
+        backend.post_processor = BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    plain, framed = (
+        [ids.tolist() for *_, ids in encode_documents([(0, "a b")], t)] for t in of_file
+    )
+    assert (plain, framed) == ([[3, 4, 1]], [[0, 3, 4, 1]])
+    assert framed[0] == of_file[1].encode_sequence("a b").tolist()
+    assert of_file[0].fingerprint != of_file[1].fingerprint
+    of = {"tokenizer__kind": "file", "tokenizer__path": str(file), "objective__rate": 1.0}
+    masking = token_masking(tiny_config(objective__kind="masked", **of), "code")
+    tokens = np.array([[0, 3, 4, 3]])
+    found = masking.apply(tokens, np.ones((1, 4), dtype=bool), np.zeros(1, int), np.zeros(1, int))
+    assert found.tolist() == [[False, True, True, True]] and tokens[0, 0] == 0

@@ -48,6 +48,7 @@ class _RecordEncoder(Generic[Section]):
     `vocab_size` bounds the ids with their marks (`data.token_arrays`).
     """
 
+    begin_of_document: int | None = None
     end_of_document: int | None = None
     """None: the template, or the end of an answer, already ends a record."""
     fingerprint: str

@@ -35,6 +35,8 @@ class TokenMasking:
     random_share: float
     mask_token: int
     """Id that replaces hidden tokens."""
+    kept_token: int | None
+    """Id that is never hidden: it begins documents."""
     vocab_size: int
     """Exclusive upper bound of the ids that replace hidden tokens at random."""
 
@@ -55,6 +57,8 @@ class TokenMasking:
         """
         samples = derive_key(self.key, epochs, indices)[:, None]
         numbers = derive_key(samples, np.arange(tokens.shape[1])[None])
+        if self.kept_token is not None:
+            can_hide = can_hide & (tokens != self.kept_token)
         is_hidden = can_hide & (_unit_interval(derive_key(numbers, _CHOICE)) < self.rate)
         kind = _unit_interval(derive_key(numbers, _KIND))
         drawn = derive_key(numbers, _TOKEN) % np.uint64(self.vocab_size)
@@ -80,7 +84,8 @@ def token_masking(config: RunConfig, name: str, *, held_out: bool = False) -> To
     if not isinstance(section, MaskedConfig):
         return None
     facts, mask = tokenizer_facts(config.tokenizer), section.mask_token
-    found = facts.mask_token if mask is None else load_tokenizer(config.tokenizer).id_of(mask)
+    tokenizer = load_tokenizer(config.tokenizer)
+    found = facts.mask_token if mask is None else tokenizer.id_of(mask)
     if found is None:
         raise TrainctlError(
             f"objective.mask_token={mask or 'null'}: the tokenizer has no such token",
@@ -94,5 +99,6 @@ def token_masking(config: RunConfig, name: str, *, held_out: bool = False) -> To
         mask_share=section.mask_share,
         random_share=section.random_share,
         mask_token=found,
+        kept_token=tokenizer.begin_of_document,
         vocab_size=facts.vocab_size,
     )

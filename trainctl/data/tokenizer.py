@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, TokenizerConfig, TokenizerFromPath
 from trainctl.errors import TrainctlError
-from trainctl.models.tokenizer_files import read_facts
+from trainctl.models.tokenizer_files import read_facts, special_tokens_of
 from trainctl.options.data import spec_of as source_spec_of
 from trainctl.options.tokenizer import spec_of as tokenizer_spec_of
 from trainctl.options.tokenizer.byte import END_OF_DOCUMENT
@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     """Exclusive upper bound of the ids."""
+    begin_of_document: int | None
+    """Id put before each document, where the tokenizer puts its `cls_token` before a text, as an
+    encoder expects; None puts nothing there.
+    """
     end_of_document: int | None
     """Id appended to each document; None appends nothing."""
     fingerprint: str
@@ -84,6 +88,7 @@ class ByteTokenizer:
     """Tokenizer with UTF-8 bytes as ids 0 to 255."""
 
     vocab_size = 257
+    begin_of_document: int | None = None
     end_of_document: int | None = END_OF_DOCUMENT
     fingerprint = "byte-1"
     file: Path | None = None
@@ -132,7 +137,11 @@ class FileTokenizer:
         had_limits = disable_truncation(self._backend)
         self.vocab_size: int = facts.vocab_size
         self.end_of_document: int | None = facts.end_of_document
+        cls = self._backend.token_to_id(special_tokens_of(path).get("cls_token", "[CLS]"))
+        first = self._backend.encode("").ids[:1]
+        self.begin_of_document: int | None = cls if first == [cls] else None
         end = f"\0{facts.end_of_document}"  # it is part of every encoded text
+        end += "" if self.begin_of_document is None else f"\0begin {self.begin_of_document}"
         self.file: Path | None = path
         whole = "\0whole" if had_limits else ""
         self.fingerprint = hashlib.sha256((text + end + whole).encode()).hexdigest()
@@ -174,6 +183,9 @@ class Encoder(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def begin_of_document(self) -> int | None: ...
+
+    @property
     def end_of_document(self) -> int | None: ...
 
     @property
@@ -195,6 +207,11 @@ class SeparatingEncoder:
     def vocab_size(self) -> int:
         """Vocabulary size of the encoder."""
         return self.encoder.vocab_size
+
+    @property
+    def begin_of_document(self) -> int | None:
+        """Begin-of-document id of the encoder."""
+        return self.encoder.begin_of_document
 
     @property
     def end_of_document(self) -> int | None:
@@ -236,14 +253,16 @@ def dtype_for(vocab_size: int) -> str:
 def encode_documents(
     texts: Iterable[tuple[T, str]], tokenizer: Encoder
 ) -> Iterator[tuple[T, str, npt.NDArray[np.int64]]]:
-    """Yield each item with its text and ids, in order. The ids include the end-of-document id.
+    """Yield each item with its text and ids, in order. The ids include those that begin and end a
+    document.
 
     Texts are encoded `BATCH_CHARACTERS` characters at a time; a longer text is encoded alone.
     """
-    end = tokenizer.end_of_document
+    begin, end = tokenizer.begin_of_document, tokenizer.end_of_document
     for together in _text_batches(texts):
         ids_of_each = tokenizer.encode_all([text for _, text in together])
         for (what, text), ids in zip(together, ids_of_each, strict=True):
+            ids = ids if begin is None else np.insert(ids, 0, begin)
             yield what, text, ids if end is None else np.append(ids, end)
 
 
