@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from memory_plans import GIB, LLAMA_3_8B, make_plan
 from trainctl.config.registry import new_section
 from trainctl.memory.budget import budget
 from trainctl.memory.rollout import ROLLOUT_BY_LAYER, SPARE_COLUMNS, RolloutSize
+from trainctl.monitor.search_text import _PARTS
 from trainctl.plans.types import RunPlan
-from trainctl.tuning.speed import step_time
+from trainctl.tuning.speed import StepTime, step_time
 
 SLOT = (512 + 4096 + SPARE_COLUMNS) * 2 * 32 * 8 * 128 * 2
 """Bytes of a slot: keys and values of 32 layers, 8 heads of 128, in bf16."""
@@ -81,3 +82,7 @@ def test_a_token_reads_the_weights_and_the_cache() -> None:
     assert step_time(plan).seconds > step_time(plan).rollout + step_time(plan).compute
     two = rollout_plan(zero_stage__stage=2, objective={"updates": 2, "rollout_batch_size": 64})
     assert step_time(plan).rollout / 2 < step_time(two).rollout < step_time(plan).rollout
+
+
+def test_every_part_of_a_step_has_a_name_in_the_text_of_a_plan() -> None:
+    assert set(_PARTS) == {item.name for item in fields(StepTime)}

@@ -21,6 +21,7 @@ _PARTS = {
     "bubble": "pipeline bubble",
     "optimizer": "the update",
     "offload": "copies to the host",
+    "rollout": "answers generated",
 }
 _LEAST_SHARE = 0.005
 """Parts of a step below this share are not listed."""

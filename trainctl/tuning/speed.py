@@ -243,11 +243,12 @@ def step_time(plan: LayoutPlan) -> StepTime:
                 for name, seconds in one.parts.items()
             }
             parts = StepTime(**values | {"bubble": one.seconds * (stages - 1)})
-    return replace(parts, rollout=_rollout_seconds(plan, links, speed))
+    return replace(parts, rollout=_rollout_seconds(plan, links, speed, parts.compute / 3))
 
 
-def _rollout_seconds(plan: LayoutPlan, links: Links, speed: Rates) -> float:
-    """Return the seconds per step in which the engine generates answers.
+def _rollout_seconds(plan: LayoutPlan, links: Links, speed: Rates, forward: float) -> float:
+    """Return the seconds per step in which the engine generates answers, and scores them once or
+    twice more by passes of `forward` seconds (`RolloutData._sample`, train/rollouts/steps.py).
 
     Each token reads all weights, and the cache of the answers that are generated side by side; with
     many of them its products take longer. Slots are never empty until the last answers.
@@ -275,7 +276,9 @@ def _rollout_seconds(plan: LayoutPlan, links: Links, speed: Rates) -> float:
     gathering = links.all_gather(weights, links.zero) if is_partitioned else 0.0
     tokens = ceil(answers / size.answers) * section.max_answer_tokens
     seconds = tokens * token + answers * section.max_prompt_tokens * products
-    return (seconds + gathering * (1 if size.holds_weights else tokens)) / section.updates
+    seconds += gathering * (1 if size.holds_weights else tokens)
+    passes = (section.updates > 1) + (section.kl_weight > 0)
+    return seconds / section.updates + passes * forward
 
 
 def _gathering_seconds(
