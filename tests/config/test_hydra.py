@@ -47,6 +47,7 @@ NOT_DRAWN = (
     "model.path",
     "model.anatomy",
     "model.score_outputs",
+    "model.future_blocks",
     "deepspeed",
     "logging.alerts.urls",
     *(key for keys in ALTERNATIVES for key in keys),
@@ -115,8 +116,10 @@ def expected(
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
     found = from_plain(RunConfig, values | {"recipe": recipe})
-    head = objective_of(found.objective).head  # filled in, whatever is set
+    spec = objective_of(found.objective)  # filled in, whatever is set
+    head, further = spec.head, spec.future_blocks
     found.model.score_outputs = None if head is None else head.outputs(found.objective)
+    found.model.future_blocks = None if further is None else further(found.objective)
     return found
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from encoders import encoder, encoder_keys
 from rank_processes import Case, tiny_config, train_cases
 
@@ -21,6 +22,7 @@ from trainctl.plans.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
+from trainctl.train.models.model import skeleton
 
 RECORDS = 60
 
@@ -58,6 +60,8 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "simpo": {},
     "orpo": {},
     "kto": {"objective__undesirable_weight": 1.5},
+    "multi_token": {"objective__future_tokens": 2, "model__future_blocks": 2},
+    "distill": {"objective__divergence": "jsd", "objective__label_weight": 0.2},
     "contrastive": {},
     "contrastive, symmetric": {
         "objective__symmetric": True,
@@ -107,6 +111,16 @@ def write_records(folder: Path, kind: SampleKind, count: int = RECORDS) -> Path:
     return file
 
 
+def _teacher(folder: Path) -> Path:
+    """Write a model of another shape than the student's, with random weights."""
+    if not (folder / "teacher").is_dir():
+        shape = replace(tiny_config().model, hidden_size=96, num_layers=2, initializer_range=0.2)
+        model = skeleton(shape, torch.float32)
+        torch.manual_seed(1)
+        type(model)(model.config).save_pretrained(folder / "teacher")
+    return folder / "teacher"
+
+
 def config_of(row: str, folder: Path, *, steps: int, **changes: Any) -> RunConfig:
     """Return the configuration of a row; records are written to the folder."""
     kind = row.partition(",")[0]
@@ -133,6 +147,8 @@ def config_of(row: str, folder: Path, *, steps: int, **changes: Any) -> RunConfi
             "data__packing": "best_fit",
             "data__max_bytes": None,
         }
+    if kind == "distill":
+        settings |= {"objective__teacher": str(_teacher(folder)), "data__max_bytes": 50_000}
     model_type = row.rpartition(", ")[2]
     if model_type in ENCODERS:
         settings |= encoder_keys(encoder(folder / model_type, model_type))

@@ -320,13 +320,19 @@ def _warn_of_replaced_values(
 
 
 def _fill_head(stack: Stack) -> None:
-    """Set the size of the model's head, which the objective decides."""
+    """Set the size of the model's head and the number of its future blocks, which the objective
+    decides.
+    """
     config = from_plain(RunConfig, stack.plain)
-    head = load_spec("objective", config.objective.kind).head
-    outputs = None if head is None else head.outputs(config.objective)
-    if outputs != config.model.score_outputs:
-        source = f"objective.kind={config.objective.kind}"
-        stack.apply([Setting(("model", "score_outputs"), outputs, source)])
+    spec, section = load_spec("objective", config.objective.kind), config.objective
+    wanted = {
+        "score_outputs": None if spec.head is None else spec.head.outputs(section),
+        "future_blocks": None if spec.future_blocks is None else spec.future_blocks(section),
+    }
+    for name, number in wanted.items():
+        if number != getattr(config.model, name):
+            source = f"objective.kind={section.kind}"
+            stack.apply([Setting(("model", name), number, source)])
 
 
 def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:

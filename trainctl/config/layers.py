@@ -52,9 +52,10 @@ class Stack:
     """
 
     def __init__(self, plain: dict[str, Any], source: str = "") -> None:
-        # A saved configuration lacks these groups, and this key, while they are empty.
+        # A saved configuration lacks these groups, and these keys, while they are empty.
         self.plain = {**{group: {} for group in LIST_GROUPS}, **deepcopy(plain)}
-        self.plain["model"].setdefault("score_outputs", None)
+        for name in ("score_outputs", "future_blocks"):
+            self.plain["model"].setdefault(name, None)
         self.layers: dict[str, list[Layer]] = {}
         self.references: dict[str, Setting] = {}
         for key, leaf in (leaves_under(plain) if source else {}).items():

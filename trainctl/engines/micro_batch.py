@@ -159,7 +159,8 @@ class StepSums:
     """Losses and recorded measures of a step, in fp64; adding to them does not wait for the device.
 
     Attributes:
-        loss: Sum over this rank's labels (or records), in the objective's unit, without the z-loss.
+        loss: Sum over this rank's labels (or records), in the objective's unit, without the z-loss
+            and without the loss of tokens further ahead.
         z_loss: Sum of the z-loss, in the same unit.
         measures: Sums of the objective's measures, (names,); None if it records nothing.
     """
@@ -179,6 +180,8 @@ class StepSums:
         if module.last_z_loss is not None:
             self.loss -= module.last_z_loss
             self.z_loss += module.last_z_loss
+        if module.last_future_loss is not None:
+            self.loss -= module.last_future_loss
         if module.last_measures is not None:
             found = module.last_measures.double().sum(dim=0)
             self.measures = found if self.measures is None else self.measures + found

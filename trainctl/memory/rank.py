@@ -143,7 +143,7 @@ def rank_memory(
         groups=engine.groups(stage),
         activations=stage_activations(
             plan,
-            blocks=stage.blocks,
+            blocks=stage.blocks + (plan.config.model.future_blocks or 0 if stage.has_head else 0),
             in_flight=min(micro_batches, plan.mesh.pipeline - stage.index),
             element=compute_bytes(plan),
             autocast=engine.autocast,
@@ -184,7 +184,7 @@ def logits_bytes(rank: RankMemory, per_logit: int) -> int:
         return 0
     model = rank.plan.config.model
     outputs = model.score_outputs or -(-model.vocab_size // rank.plan.mesh.tensor)
-    size = loss_tokens(rank.plan) * outputs * per_logit
+    size = (1 + (model.future_blocks or 0)) * loss_tokens(rank.plan) * outputs * per_logit
     if isinstance(rank.plan.config.objective, DistillConfig):
         # Scores, the scores of other tokens, and two exponentials (train/objectives/distillation).
         size += chunk_logit_bytes(rank.plan, copies=4)

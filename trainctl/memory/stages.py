@@ -273,6 +273,7 @@ def _make_stage(model: ModelConfig, index: int, counts: Sequence[int], *, tensor
         pieces += _pieces_on_tensor_rank(shapes.final_norm_tensors(model), tensor=tensor)
         if not tied or pipeline > 1:
             pieces += _pieces_on_tensor_rank((head,), tensor=tensor, embedding=tied)
+        pieces += _pieces_on_tensor_rank(tuple(shapes.future_tensors(model)), tensor=tensor)
     embedding = shapes.embedding_tensors(model)[0].numel
     return Stage(
         index=index,

@@ -35,7 +35,14 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.models.tensors import READABLE, SCORE, StoredTensor, join_first
+from trainctl.models.tensors import (
+    FUTURE,
+    READABLE,
+    SCORE,
+    StoredTensor,
+    join_first,
+    may_be_new,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +152,8 @@ class StoredModel:
 
     Attributes:
         joined: Source of each tensor of the model, by canonical name.
-        missing: Canonical names of the tensors that the files lack. The head `score` may be new.
+        missing: Canonical names of the tensors that the files lack. Heads and blocks that an
+            objective adds may be new.
         differing: Tensors whose shape differs from the model's, in words.
         unreadable: Tensors stored in a type that cannot be read as weights, such as quantized ones.
         unused: Names in the files that match no tensor of the model.
@@ -174,8 +182,7 @@ class StoredModel:
             for other in others:
                 if other in self.joined and self.joined[other].converter is None:
                     self.joined.setdefault(name, self.joined[other])
-        new = {f"{SCORE}.weight"} if hasattr(model, SCORE) else ()
-        self.missing = [name for name in wanted if name not in self.joined and name not in new]
+        self.missing = [name for name in wanted if name not in self.joined and not may_be_new(name)]
 
     @property
     def problems(self) -> list[str]:
@@ -314,6 +321,8 @@ def published_units(model: PreTrainedModel) -> Iterator[Unit]:
     parameters = dict(model.named_parameters())
     groups: dict[str, _Group] = {}
     for name, tensor in canonical_tensors(model).items():
+        if name.startswith(f"{FUTURE}."):  # transformers would not load them with these classes
+            continue
         renamed, pattern = apply_converters(name, converters)
         if pattern is None:
             written = apply_renamings(name, renamings)

@@ -60,6 +60,15 @@ class StoredTensor:
 SCORE = "score"
 """Name of the head that `AutoModelForSequenceClassification` gives a decoder."""
 
+FUTURE = "mtp"
+"""Name of the list of blocks behind the last one that predict further tokens (multi_token)."""
+
+
+def may_be_new(name: str) -> bool:
+    """Whether a tensor is of a head or a block that an objective adds to a published model."""
+    return name == f"{SCORE}.weight" or name.startswith(f"{FUTURE}.")
+
+
 SHOWN = 3
 """Maximum tensors that a message names."""
 

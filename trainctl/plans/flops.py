@@ -31,6 +31,7 @@ from trainctl.plans.shapes import (
     anatomy,
     attention_window,
     block_tensors,
+    future_tensors,
     head_dim,
     head_tensor,
 )
@@ -51,7 +52,9 @@ def multiplied_weights(model: ModelConfig) -> int:
     if read is not None:
         return read.multiplied
     block = sum(tensor.numel for tensor in block_tensors(model) if tensor.is_matrix)
-    return block * model.num_layers + head_tensor(model).numel
+    future = [tensor for tensor in future_tensors(model) if tensor.is_matrix]
+    heads = (1 + (model.future_blocks or 0)) * head_tensor(model).numel
+    return block * model.num_layers + sum(tensor.numel for tensor in future) + heads
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
@@ -127,7 +130,8 @@ def attention_products(model: ModelConfig, sequence_length: int) -> int:
     if read is not None:
         return read.attention_products(sequence_length)
     keys = min(sequence_length, attention_window(model) or sequence_length)
-    return 2 * model.num_layers * model.num_attention_heads * head_dim(model) * keys
+    blocks = model.num_layers + (model.future_blocks or 0)
+    return 2 * blocks * model.num_attention_heads * head_dim(model) * keys
 
 
 def utilisation(

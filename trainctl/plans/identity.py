@@ -62,13 +62,14 @@ NON_OPTIMIZER_STATES = frozenset({"master", "average"})
 
 START_KEYS = (
     "config.json",
+    "future_blocks",
     "max_position_embeddings",
     "rope_theta",
     "score_outputs",
     "sliding_window",
 )
 """Parts of an identity that a new run may change on purpose: to train for a longer context, or on
-an objective with a head of its own.
+an objective with a head or blocks of its own.
 """
 
 
@@ -88,8 +89,9 @@ def model_identity(model: ModelConfig) -> dict[str, Any]:
         found["sliding_window"] = model.sliding_window
     if not spec.is_rotary or everything:
         found["max_position_embeddings"] = model.max_position_embeddings
-    if model.score_outputs is not None:
-        found["score_outputs"] = model.score_outputs
+    for name in ("score_outputs", "future_blocks"):
+        if getattr(model, name) is not None:
+            found[name] = getattr(model, name)
     if model.factory is not None:
         found["factory"] = model.factory
     if model.path is not None:

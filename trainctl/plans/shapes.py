@@ -15,7 +15,7 @@ from math import prod
 from trainctl.config.schema import ModelConfig
 from trainctl.errors import TrainctlError
 from trainctl.models.anatomy import Anatomy, Role, parse_anatomy
-from trainctl.models.tensors import SCORE
+from trainctl.models.tensors import FUTURE, SCORE
 from trainctl.options.model import Family, Region, spec_of
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward")
@@ -174,6 +174,23 @@ def head_tensor(model: ModelConfig) -> TensorShape:
     return TensorShape(name=name, shape=(model.vocab_size, model.hidden_size))
 
 
+def future_tensors(model: ModelConfig) -> Iterator[TensorShape]:
+    """Yield the tensors of the blocks that predict further tokens, as transformers' `MtpLayer` has
+    them: two norms, the projection of hidden state and embedding, a decoder block, a norm.
+    """
+    spec, width = spec_of(model), model.hidden_size
+    for index in range(model.future_blocks or 0):
+        prefix = f"{FUTURE}.{index}"
+        for name in ("enorm", "hnorm"):
+            yield from _norm_tensors(f"{prefix}.{name}", width, spec)
+        yield TensorShape(name=f"{prefix}.eh_proj.weight", shape=(width, 2 * width), sharded=False)
+        for tensor in block_tensors(model):
+            yield TensorShape(
+                name=f"{prefix}.mtp_block.{tensor.name}", shape=tensor.shape, sharded=False
+            )
+        yield from _norm_tensors(f"{prefix}.post_norm", width, spec)
+
+
 def block_of(name: str) -> int | None:
     """Return the index of the block that a canonical name belongs to; None outside blocks."""
     found = _BLOCK.search(name)
@@ -201,6 +218,7 @@ def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
     yield from final_norm_tensors(model)
     if not model.has_tied_head:
         yield head_tensor(model)
+    yield from future_tensors(model)
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
@@ -211,14 +229,18 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     embeddings, block = embedding_tensors(model), block_tensors(model)
     final = final_norm_tensors(model)
     block_numel = sum(tensor.numel for tensor in block)
-    tied = model.has_tied_head
+    tied, future = model.has_tied_head, tuple(future_tensors(model))
     return ParameterCount(
         embeddings=sum(tensor.numel for tensor in embeddings),
         block=block_numel,
-        blocks=block_numel * model.num_layers,
+        blocks=block_numel * model.num_layers + sum(tensor.numel for tensor in future),
         final_norm=sum(tensor.numel for tensor in final),
         head=0 if tied else head_tensor(model).numel,
-        tensors=len(embeddings) + len(block) * model.num_layers + len(final) + (not tied),
+        tensors=len(embeddings)
+        + len(block) * model.num_layers
+        + len(final)
+        + (not tied)
+        + len(future),
     )
 
 

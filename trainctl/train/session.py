@@ -297,7 +297,10 @@ def _make_job(plan: RunPlan, process: Process, mesh: ProcessMesh, part: _ModelPa
     else:
         vocabulary = vocabulary_of(model, mesh.tensor)
         objective = loss_of(config.objective, vocabulary)
-        module = LanguageModel(model, vocabulary, config.kernels, z_loss, part.routers, objective)
+        future_weight = getattr(config.objective, "future_weight", None)
+        module = LanguageModel(
+            model, vocabulary, config.kernels, z_loss, part.routers, objective, future_weight
+        )
     return Job(
         plan=plan,
         process=process,

@@ -31,11 +31,11 @@ from trainctl.models.directory import (
 )
 from trainctl.models.tensors import (
     READABLE,
-    SCORE,
     StoredTensor,
     has_pickled_weights,
     has_weights,
     join_first,
+    may_be_new,
     stored_tensors,
 )
 from trainctl.models.tokenizer_files import TokenizerFacts, read_chat_template
@@ -203,7 +203,7 @@ def _compare_canonical_names(
     for own, shape in _model_tensors(model):
         name = next((name for name in _possible_names(own) if name in stored), None)
         if name is None:
-            missing += [own] if own != f"{SCORE}.weight" else []  # a head of its own may be new
+            missing += [] if may_be_new(own) else [own]
             continue
         used.add(name)
         found = stored[name]

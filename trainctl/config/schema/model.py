@@ -147,6 +147,12 @@ class ModelConfig:
         "in place of the output projection; filled in by trainctl, never set by hand.",
         left_out_if_empty=True,
     )
+    future_blocks: int | None = option(
+        None,
+        "Number of blocks behind the last one that each predict a token further ahead "
+        "(objective.kind=multi_token); filled in by trainctl, never set by hand.",
+        left_out_if_empty=True,
+    )
     trust_remote_code: bool = option(
         False, "Let transformers run the Python code found in model.path."
     )

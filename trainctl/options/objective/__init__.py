@@ -78,6 +78,10 @@ class Objective(Spec):
     """
     head: Head | None = None
     """Head in place of the language model's; None keeps that."""
+    future_blocks: Callable[[Any], int] | None = None
+    """Function that returns the number of blocks behind the model's last one for a section, each of
+    which predicts a token further ahead; None for none.
+    """
     passes: int = 1
     """2 if the loss of a record depends on other records of the global batch. `build` then returns
     the features of each record, (samples, ...), and `whole` the losses from the features of all.

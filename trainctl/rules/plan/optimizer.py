@@ -23,6 +23,7 @@ from trainctl.options.data import SampleKind
 from trainctl.options.data import spec_of as data_spec_of
 from trainctl.options.data.stream import StreamConfig
 from trainctl.options.limits import never_value, only_value
+from trainctl.options.model import spec_of as model_of
 from trainctl.options.objective import objective_of
 from trainctl.options.objective.distill import DistillConfig
 from trainctl.options.optimizer import Maker, spec_of
@@ -331,6 +332,54 @@ def teacher_is_stored_once(draft: Draft) -> Iterator[Problem]:
                 key=f"{at}.fim_rate",
             )
 
+
+@rule("TC472", "*", example="recipe=tiny objective=multi_token parallelism.tensor=2")
+def future_blocks_go_with_the_rest(draft: Draft) -> Iterator[Problem]:
+    """Blocks that predict further tokens stand behind the last one on every rank.
+
+    They are built of the family's own block and norms, and have been verified with data
+    parallelism, ZeRO and recomputation, with the plain loss.
+
+    Fix: Use a llama, mistral or qwen3 and leave the other settings as they are by default.
+    """
+    config = draft.config
+    if config.model.future_blocks is None or not config.trains_itself:
+        return
+    what = f"{KEY}={config.objective.kind}"
+    model = model_of(config.model)
+    if not config.model.has_closed_form or not model.is_rotary:
+        yield Problem(
+            f"model.family={config.model.family} with {what}: how a block of it is built apart is "
+            "not known",
+            "a model of the families llama, mistral or qwen3",
+            key="model.family",
+        )
+    for key, value, limit in values_outside_limits(config, FUTURE_LIMITS):
+        yield Problem(
+            f"{key}={value} with {what}: {limit.why}",
+            f"{limit.nearest}, or objective=next_token",
+            key=key,
+        )
+
+
+FUTURE_LIMITS = (
+    only_value("engine.kind", "deepspeed", "its blocks are divided as units", "engine=deepspeed"),
+    only_value("parallelism.tensor", 1, "the blocks are not split"),
+    only_value("parallelism.sequence", 1, "a rank lacks the tokens behind its part"),
+    only_value("parallelism.pipeline", 1, "the last stage does not have the embedding"),
+    only_value(
+        "kernels.cross_entropy",
+        CrossEntropyKind.plain,
+        "its hidden states are not those of the further blocks",
+        "kernels=default",
+    ),
+    only_value("kernels.compile", CompileKind.none, "it has not been compared"),
+    only_value("stability.z_loss", 0, "it is a part of the next token's loss"),
+    only_value("adapter.kind", "none", "new blocks do not train with an adapter", "adapter=none"),
+    only_value("training.freeze", [], "new blocks have not been compared with frozen weights"),
+    only_value("model.mup", False, "there is no factor for the blocks behind the last one"),
+)
+"""Settings that further blocks have been verified with."""
 
 OBJECTIVE_LIMITS = (
     only_value("parallelism.sequence", 1, "a rank sees a part of an answer alone"),

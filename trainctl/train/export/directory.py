@@ -21,7 +21,7 @@ from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Read, Unit, persistent_buffers, published_units
-from trainctl.models.tensors import INDEX, ONE_FILE
+from trainctl.models.tensors import FUTURE, INDEX, ONE_FILE
 from trainctl.models.tokenizer_files import special_tokens_of
 from trainctl.options.adapter import low_rank
 from trainctl.options.objective import objective_of
@@ -124,12 +124,21 @@ class PublishedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        """Number of published parameters; tied ones count once."""
+        return sum(
+            parameter.numel()
+            for name, parameter in self.model.named_parameters()
+            if not name.startswith(f"{FUTURE}.")
+        )
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on an adapter that was merged."""
+        """Remarks on an adapter that was merged, and on blocks that are left out."""
+        if self._config.model.future_blocks is not None:
+            return [
+                f"the blocks that predict further tokens ({FUTURE}) are left out: no class of "
+                "transformers loads them for this architecture; checkpoints have them"
+            ]
         adapter = low_rank(self._config.adapter)
         if not isinstance(self._source, MergedWeights) or adapter is None:
             return []

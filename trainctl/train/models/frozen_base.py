@@ -24,7 +24,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.models.tensors import SCORE, stored_tensors
+from trainctl.models.tensors import may_be_new, stored_tensors
 from trainctl.options.adapter import low_rank
 from trainctl.plans.identity import START_KEYS, check_model, check_shapes
 from trainctl.plans.trainable import adapted_layers, added_tensors, also_trained, is_partial
@@ -104,22 +104,24 @@ def initial_base(whole: FullModel, config: RunConfig, run: RunPaths, process: Pr
         started = whole_weights(checkpoint, whole, process=process, is_start=True)
         shapes = checkpoint.manifest["shapes"].items()
         same = {name for name, shape in shapes if shape == whole.shapes.get(name)}
-        return Base(_with_new_head(started, same, whole, seed), facts)
+        return Base(_with_new_tensors(started, same, whole, seed), facts)
     source = SafetensorsWeights(folder, whole.skeleton)
     facts = {"kind": "directory", "path": str(folder.resolve())}
     if is_partial(config):
         facts["files"] = file_digests(folder, _weight_file_names(folder), run.base, process)
-    return Base(_with_new_head(source, source.names, whole, seed), facts)
+    return Base(_with_new_tensors(source, source.names, whole, seed), facts)
 
 
-def _with_new_head(
+def _with_new_tensors(
     source: WeightSource, names: Collection[str], whole: FullModel, seed: int
 ) -> WeightSource:
-    """Return a source that draws the head `score` from the seed, unless it is among `names`."""
-    head = f"{SCORE}.weight"
-    if whole.config.score_outputs is None or head in names:
+    """Return a source that draws from the seed what an objective adds to the model, unless it is
+    among `names`.
+    """
+    new = {name for name in whole.shapes if may_be_new(name) and name not in names}
+    if not new:
         return source
-    return OverlayWeights(SeedWeights.of(whole.config, whole.skeleton, seed), {head}, source)
+    return OverlayWeights(SeedWeights.of(whole.config, whole.skeleton, seed), new, source)
 
 
 def recorded_base(
@@ -203,12 +205,8 @@ def whole_weights(
     elif "base" in manifest:
         expected = {each: shape for each, shape in expected.items() if each in manifest["shapes"]}
     compared, saved = expected, manifest["shapes"]
-    if is_start and whole.config.score_outputs is not None:  # another head is no other model
-        inside = f"{whole.skeleton.base_model_prefix}."
-        compared, saved = (
-            {name: shape for name, shape in shapes.items() if name.startswith(inside)}
-            for shapes in (compared, saved)
-        )
+    if is_start:
+        compared, saved = (_shapes_to_continue(whole, shapes) for shapes in (compared, saved))
     try:
         check_model(whole.config, name, manifest, may_differ=START_KEYS if is_start else ())
         check_shapes(name, {"shapes": saved}, compared)
@@ -226,6 +224,19 @@ def whole_weights(
         return OverlayWeights(checkpoint, expected, own)
     source = OverlayWeights(checkpoint, trained, own) if trained else own
     return MergedWeights(checkpoint, source, layers, adapter, whole.shapes)
+
+
+def _shapes_to_continue(whole: FullModel, shapes: Shapes) -> dict[str, list[int]]:
+    """Return the shapes that a new run's start must have: not those of another head, or of blocks
+    that an objective adds.
+    """
+    inside = f"{whole.skeleton.base_model_prefix}."
+    has_head = whole.config.score_outputs is not None
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if (name.startswith(inside) if has_head else not may_be_new(name))
+    }
 
 
 def adapter_of(manifest: Mapping[str, Any]) -> AdapterConfig:

@@ -17,6 +17,7 @@ from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.first_pass import FirstPass
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.models.tensors import FUTURE
 from trainctl.options.adapter import low_rank
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import RunPlan
@@ -34,7 +35,7 @@ from trainctl.train.models.model import (
 )
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import ObjectiveLoss, loss_of
-from trainctl.train.objectives.loss import output_of, summed_cross_entropy
+from trainctl.train.objectives.loss import losses_with_future, output_of, summed_cross_entropy
 
 _FREE_MEMORY_FACTOR = 1.25
 """Free device memory that `auto` requires, as a multiple of the weights' size."""
@@ -65,6 +66,10 @@ class LoadedModel:
     def _objective(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss (or the features), and each sample's measures."""
         labels = batch.labels.to(self.device)
+        if getattr(self.model, FUTURE, None) is not None:
+            with _memory_errors(self.device):
+                loss, future = losses_with_future(self.model, self._inputs(batch), labels)
+            return loss, future[None, None]
         if self.objective is None:
             return summed_cross_entropy(self.logits(batch), labels), torch.zeros(len(labels), 0)
         inputs = self._inputs(batch)

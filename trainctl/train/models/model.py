@@ -36,10 +36,12 @@ from trainctl.engines.protocol import MakeParameter
 from trainctl.engines.shards import ParameterPiece, Pieces, Read, Shard, read_shard
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Buffer, output_layer, persistent_buffers
+from trainctl.models.tensors import FUTURE
 from trainctl.options.model import Family, families, family_of_type, spec_of
 from trainctl.plans.mup import multipliers
 from trainctl.plans.shapes import final_norm_tensors, head_dim, key_value_heads
 from trainctl.train.models.encoders import auto_class, is_encoder, keep_documents_apart
+from trainctl.train.models.future import add_future_blocks
 from trainctl.train.models.module import ModuleModel, adapt_module
 from trainctl.train.models.weights import SkipInit, WeightSource
 from trainctl.train.parallel.experts import compute_in_fp32
@@ -95,6 +97,9 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     else:
         with _parameters_on_meta(), SkipInit():
             built = factory_model(model, dtype) if model.factory else _own_model(model, dtype)
+            if model.future_blocks is not None:
+                add_future_blocks(built, spec_of(model), model.future_blocks)
+                getattr(built, FUTURE).to(dtype)
     built.tie_weights()
     if is_encoder(built.config):
         built.base_model.register_forward_pre_hook(keep_documents_apart, with_kwargs=True)

@@ -21,6 +21,7 @@ from trainctl.config.schema import CrossEntropyKind, KernelsConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.models.hf_weights import output_layer
 from trainctl.options.objective import HIDDEN_STATES, LOGITS, SCORES
+from trainctl.train.models.future import future_losses, hidden_states
 from trainctl.train.models.model import family_of
 from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.parallel.routers import Routers
@@ -141,9 +142,13 @@ class LanguageModel(LossModule):
         vocabulary: Split of the vocabulary over tensor ranks; None if it is whole.
         z_loss: Weight of the squared log-normalisers, in training.
         objective: Loss of the objective; None for next-token prediction.
+        future_weight: Weight of the loss of tokens further ahead, in training; None if the model
+            predicts none.
 
     Attributes:
         last_z_loss: The z loss within the last loss, without a gradient; None if there is none.
+        last_future_loss: The weighted loss of tokens further ahead within the last loss; None if
+            there is none.
     """
 
     def __init__(
@@ -154,10 +159,13 @@ class LanguageModel(LossModule):
         z_loss: float = 0.0,
         routers: Routers | None = None,
         objective: ObjectiveLoss | None = None,
+        future_weight: float | None = None,
     ) -> None:
         super().__init__(vocabulary, z_loss)
         self.model = model
         self.last_z_loss: torch.Tensor | None = None
+        self.last_future_loss: torch.Tensor | None = None
+        self._future_weight = future_weight
         self._kernels, self._routers, self.objective = kernels, routers, objective
         if kernels.cross_entropy is CrossEntropyKind.liger_fused:
             fuse_head(getattr(model, family_of(model).head), IGNORED_LABEL, z_loss)
@@ -174,7 +182,7 @@ class LanguageModel(LossModule):
         Args:
             beside: `MicroBatch.objective_inputs`, for an objective with a loss of its own.
         """
-        self.last_z_loss = None
+        self.last_z_loss = self.last_future_loss = None
         if labels is None:
             return self.full_vocab_logits(self.model(**inputs).logits)
         if self.objective is not None:
@@ -184,6 +192,8 @@ class LanguageModel(LossModule):
             )
             loss, self.last_measures = own(found, labels, beside or {})
             return loss
+        if self._future_weight is not None:
+            return self._loss_with_future(inputs, labels, self._future_weight)
         if self._kernels.cross_entropy is CrossEntropyKind.plain:
             losses = self.losses(self.model(**inputs).logits, labels)
         else:
@@ -191,6 +201,17 @@ class LanguageModel(LossModule):
         loss = self._added_up(losses)
         added = self._routers.added_loss(labels) if self._routers is not None else None
         return loss if added is None else loss + added
+
+    def _loss_with_future(
+        self, inputs: dict[str, Any], labels: torch.Tensor, weight: float
+    ) -> torch.Tensor:
+        """Return the summed loss; in training, with that of the tokens further ahead."""
+        loss, future = losses_with_future(self.model, inputs, labels)
+        self.last_measures = future.detach()[None, None]
+        if not self.training:
+            return loss
+        self.last_future_loss = weight * future.detach()
+        return loss + weight * future
 
     def _added_up(self, losses: torch.Tensor) -> torch.Tensor:
         """Return the total loss to differentiate, and keep the z loss in `last_z_loss`."""
@@ -212,6 +233,22 @@ class LanguageModel(LossModule):
         head = getattr(self.model, family_of(self.model).head)
         loss: torch.Tensor = head(hidden, labels)
         return loss
+
+
+def losses_with_future(
+    model: PreTrainedModel, inputs: dict[str, Any], labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed cross entropies of the next tokens, and of those further ahead: the mean of
+    the model's future blocks.
+    """
+    head = own_head(model)
+
+    def loss(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return summed_cross_entropy(head(states), targets)
+
+    hidden, beside = hidden_states(model, family_of(model), inputs)
+    future = future_losses(model, inputs, labels, hidden, beside, loss)
+    return loss(hidden, labels), future
 
 
 Head = Callable[[torch.Tensor], torch.Tensor]
