@@ -1705,6 +1705,29 @@ class Checkpoint:
             system=system,
         )
 
+    def score(
+        self,
+        text: str,
+        *answers: str,
+        chat: bool = False,
+        weights: str = "raw",
+        device: str = "auto",
+        progress: WorkProgress | None = None,
+    ) -> dict[str, Any]:
+        """Return what a reward model or a classifier says of texts: `scored`, a list with the
+        `text` and its `scores` by name.
+
+        Args:
+            answers: Answers to the text as a prompt; a reward model needs one at least.
+            chat: Prompt and answers are messages of a conversation.
+            weights: `raw`, or `ema` for their moving average.
+            device: As of `evaluate`.
+            progress: Called with the name of a piece of work, the units done, and their total.
+        """
+        from trainctl.launchers import offline
+
+        return offline.score(self._choice(weights, device, progress), text, answers, chat=chat)
+
     def _choice(self, weights: str, device: str, progress: WorkProgress | None) -> WeightsChoice:
         from trainctl.launchers.offline import WeightsChoice
 

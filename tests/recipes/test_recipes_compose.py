@@ -15,6 +15,7 @@ PROMISED = (
     "tiny 125m 1b-zero1 7b-zero2 7b-zero3 7b-zero3-offload 7b-zero3-nvme 13b-zero3 "
     "70b-zero3-nodes 70b-3d 8b-long-context "
     "sft-tiny sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g sft-70b-qlora-1x80g "
+    "reward-tiny reward-8b-8x80g classify-tiny classify-0.6b-1x24g "
     "dpo-8b-lora kto-tiny masked-tiny distill-tiny distill-1b-8x80g"
 )
 DEVICES = {
@@ -30,6 +31,10 @@ DEVICES = {
     "70b-3d": 64,
     "8b-long-context": 8,
     "dpo-8b-lora": 1,
+    "reward-tiny": 2,
+    "reward-8b-8x80g": 8,
+    "classify-tiny": 2,
+    "classify-0.6b-1x24g": 1,
     "distill-tiny": 2,
     "distill-1b-8x80g": 8,
     "sft-8b-lora-1x24g": 1,
@@ -92,7 +97,7 @@ def test_the_batch_multiplies_out(name: str, overrides: list[str]) -> None:
     assert (
         training.global_batch_size % (training.micro_batch_size * data_parallel_size(config)) == 0
     )
-    fine_tunes = name.startswith(("sft-", "dpo-", "distill-1b"))
+    fine_tunes = name.startswith(("sft-", "dpo-", "distill-1b", "reward-8b", "classify-0"))
     assert training.epochs if fine_tunes else (training.steps or training.tokens)
     assert sum(map(bool, (training.steps, training.tokens, training.epochs))) == 1
 

@@ -14,6 +14,8 @@ PEAKS = {
     "sft-70b-lora-8x80g": 34.4,
     "sft-70b-qlora-1x80g": 44.8,
     "distill-1b-8x80g": 23.7,
+    "reward-8b-8x80g": 36.9,
+    "classify-0.6b-1x24g": 11.7,
 }
 """Peak of each recipe on one device, in GiB."""
 

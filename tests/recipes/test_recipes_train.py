@@ -1,7 +1,7 @@
 """Every shipped recipe trains, with its own settings, when it is shrunk to this machine.
 
 On ranks that are forked, as in `tests/train`: what a launch adds is the same for all of them. The
-one for NVMe is launched in `tests/e2e/test_runs.py`; of the two that distill, the tiny one trains.
+one for NVMe is launched in `tests/e2e/test_runs.py`; of two for one objective, the tiny one trains.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ FITTED = {
 """Overrides that fit a recipe to the small model and few processes; other recipes train on two."""
 
 
-NAMES = [name for name in WHOLE if name not in ("7b-zero3-nvme", "distill-1b-8x80g")]
+NOT_HERE = ("7b-zero3-nvme", "distill-1b-8x80g", "reward-8b-8x80g", "classify-0.6b-1x24g")
+NAMES = [name for name in WHOLE if name not in NOT_HERE]
 
 
 def data_of(name: str, folder: Path) -> list[str]:
@@ -61,7 +62,12 @@ def data_of(name: str, folder: Path) -> list[str]:
         type(model)(model.config).save_pretrained(folder / "teacher")
         teacher = f"objective.teacher={folder / 'teacher'}"
         return ["data=stdlib", "data.max_bytes=20000", teacher]
-    if name != "dpo-8b-lora":
+    if name == "classify-tiny":
+        texts = folder / "texts.jsonl"
+        rows = ({"text": f"{n} is", "label": ["even", "odd"][n % 2]} for n in range(200))
+        texts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return [f"data.paths=[{texts}]"]
+    if name not in ("dpo-8b-lora", "reward-tiny"):
         return ["data=stdlib", "data.max_bytes=1000000"]
     pairs = folder / "pairs.jsonl"
     rows = (

@@ -63,6 +63,14 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "multi_token": {"objective__future_tokens": 2, "model__future_blocks": 2},
     "distill": {"objective__divergence": "jsd", "objective__label_weight": 0.2},
     "contrastive": {},
+    "reward": {"objective__centering": 0.01},
+    "process_reward": {},
+    "classify": {"objective__outputs": 3, "objective__class_weights": [1.0, 2.0, 0.5]},
+    "classify, several classes": {
+        "objective__outputs": 3,
+        "objective__problem": "multi_label_classification",
+    },
+    "classify, regression": {"objective__outputs": 1, "objective__problem": "regression"},
     "contrastive, symmetric": {
         "objective__symmetric": True,
         "objective__pooling": "last",
@@ -91,10 +99,22 @@ def _similar(a: int, b: int) -> dict[str, Any]:
     return {"query": f"{a}+{b}", "positive": f"{b} more than {a}", "negatives": negatives}
 
 
+def _labelled(a: int, b: int) -> dict[str, Any]:
+    return {"text": f"{a}+{b}", "label": (a + b) % 3}
+
+
+def _steps(a: int, b: int) -> dict[str, Any]:
+    """Return an answer of two steps, of which every other second one is wrong."""
+    steps = [f"{a}+{b}", f"{a + b + a % 2}"]
+    return {"prompt": f"add {a} and {b}", "completions": steps, "labels": [True, a % 2 == 0]}
+
+
 SOURCES: Mapping[SampleKind, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     SampleKind.pairs: ("preferences", _pair),
     SampleKind.answers: ("answers", _answer),
     SampleKind.similar: ("similar", _similar),
+    SampleKind.labelled: ("labelled", _labelled),
+    SampleKind.steps: ("steps", _steps),
 }
 """The data source of each kind of records, and a record about two numbers."""
 
@@ -152,7 +172,11 @@ def config_of(row: str, folder: Path, *, steps: int, **changes: Any) -> RunConfi
     model_type = row.rpartition(", ")[2]
     if model_type in ENCODERS:
         settings |= encoder_keys(encoder(folder / model_type, model_type))
-    return tiny_config(**{**settings, **OBJECTIVES.get(row, {}), **changes})
+    settings |= OBJECTIVES.get(row, {})
+    section = tiny_config(**settings).objective
+    head = objective_of(section).head
+    settings["model__score_outputs"] = None if head is None else head.outputs(section)
+    return tiny_config(**{**settings, **changes})
 
 
 def plan_on(layout: Layout, row: str, folder: Path, *, steps: int) -> RunPlan | None:

@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained, with_stop
+from rank_processes import (
+    SECONDS,
+    Case,
+    curve,
+    server,
+    tiny_config,
+    tiny_plan,
+    train_cases,
+    trained,
+    with_stop,
+)
 from transformers import AutoModelForSequenceClassification
 
 from trainctl.config.registry import new_section
@@ -112,6 +122,14 @@ def test_every_layout_has_one_curve_and_a_run_goes_on_elsewhere(pairs, tmp_path)
     assert last["loss"] < 0.6 and last["objective"]["accuracy"] == 1
 
 
+def scores_by(run: RunPaths, checkpoint: Path, *arguments: str) -> list[dict[str, float]]:
+    """Return what `sample --score` prints, of a forked process with everything imported."""
+    words = ["score", str(run.root), str(checkpoint), *arguments]
+    ((code, answer),) = server().run("offline_probe:answer", words, 1, SECONDS)
+    assert code == 0, answer
+    return [each["scores"] for each in json.loads(answer)["result"]["scored"]]
+
+
 def save_model(config, folder: Path) -> str:
     """Write a language model with weights of transformers' own drawing."""
     torch.manual_seed(1)
@@ -170,8 +188,10 @@ def test_the_curve_is_trls_and_the_export_is_transformers(pairs, tmp_path):
         "regression",
         {0: "reward"},
     )
+    scored = scores_by(run, checkpoint, "--prompt=1+1=", "--answer=2", "--answer=3")
     texts = [[*b"1+1=2", END], [*b"10+10=20", END]]
     alone = [loaded(input_ids=torch.tensor([each])).logits.item() for each in texts]
+    assert scored[0]["reward"] == pytest.approx(alone[0], abs=1e-5) != scored[1]["reward"]
     padded = torch.tensor([[*texts[0], PAD, PAD, PAD], texts[1]])
     assert loaded(input_ids=padded).logits.flatten().tolist() == pytest.approx(alone, abs=1e-5)
 
@@ -209,7 +229,8 @@ def texts_of(problem: str, folder: Path) -> list[tuple[str, list]]:
         first = "abc".index(text.replace(" ", "a")[0])
         label = {"single": first, "multi_": letters, "regres": len(text) / 30}[problem[:6]]
         rows.append((text, label))
-    lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in rows]
+    named = "abc".__getitem__ if problem.startswith("single") else lambda label: label
+    lines = [json.dumps({"text": text, "label": named(label)}) + "\n" for text, label in rows]
     (folder / f"{problem}.jsonl").write_text("".join(lines))
     return rows
 
@@ -286,10 +307,18 @@ def test_a_classifiers_curve_is_that_of_a_plain_loop(tmp_path):
         assert ours == pytest.approx(plain_losses(configs[problem], rows[problem]), abs=1e-4), (
             problem
         )
+    problem = next(iter(PROBLEMS))
+    (checkpoint,) = sorted((runs[problem].root / "checkpoints").glob("step-*"))[-1:]
+    export(configs[problem], checkpoint, tmp_path / "out", dtype=torch.float32)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["id2label"] == {"0": "a", "1": "b", "2": "c"}
+    (found,) = scores_by(runs[problem], checkpoint, "--prompt=aaa")
+    assert max(found, key=found.get) == "a"
+    assert sum(found.values()) == pytest.approx(1)
     # Each step of a class has a metric, whatever the layout: sums over ranks, not means of them.
     single = {"steps": 3, "optimizer__lr": 1e-3, "global_batch_size": 12}
     plans = [
-        tiny_plan(classifying(next(iter(PROBLEMS)), tmp_path, **single, **more), size)
+        tiny_plan(classifying(problem, tmp_path, **single, **more), size)
         for size, more in ((1, {"zero_stage__stage": 0}), (2, {"zero_stage__stage": 3}))
     ]
     found = [RunPaths(tmp_path / str(size)) for size in (1, 2)]

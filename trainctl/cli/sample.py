@@ -1,8 +1,8 @@
-"""`trainctl sample`: continue a text, or answer a message, with a checkpoint's model."""
+"""`trainctl sample`: continue a text, answer a message, or score texts, by a checkpoint."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,6 +48,18 @@ def sample(
         str | None,
         typer.Option(help="System message before the user's message.", show_default=False),
     ] = None,
+    answers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--answer",
+            help="Print the score of this answer to TEXT; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    score: Annotated[
+        bool,
+        typer.Option("--score", help="Print what a reward model or a classifier says of TEXT."),
+    ] = False,
     step: Step = None,
     best: Best = False,
     weights: WhichWeights = Weights.raw,
@@ -56,29 +68,33 @@ def sample(
 ) -> None:
     """Continue a text, or answer a message, by a checkpoint.
 
-    Of conversations the answer alone is printed, up to the end of its turn.
+    Of conversations the answer alone is printed, up to the end of its turn. Reward models and
+    classifiers print scores.
 
     Examples: trainctl sample runs/NAME "def main" --tokens 64;
-    trainctl sample runs/NAME "say hello" --chat --temperature 0
+    trainctl sample runs/NAME "say hello" --chat --temperature 0;
+    trainctl sample runs/NAME "1+1=" --answer 2 --answer 3
     """
     with Meter() as meter:
-        result = (
-            api.Run(run)
-            .checkpoint(step, best=best, warn=print_warning)
-            .sample(
+        checkpoint = api.Run(run).checkpoint(step, best=best, warn=print_warning)
+        how: dict[str, Any] = {"weights": weights.value, "device": device.value, "progress": meter}
+        if score or answers:
+            result = checkpoint.score(text, *(answers or ()), chat=bool(chat), **how)
+        else:
+            result = checkpoint.sample(
                 text,
                 tokens=tokens,
                 temperature=temperature,
                 seed=seed,
                 chat=chat,
                 system=system,
-                weights=weights.value,
-                device=device.value,
-                progress=meter,
+                **how,
             )
-        )
     if as_json:
         print_json({"schema": 1, **result})
         return
-    for line in result["text"].splitlines():
+    for each in result.get("scored", ()):
+        for name, value in each["scores"].items():
+            print_data(f"{value:10.4f}  {to_printable(name)}  {to_printable(each['text'])}")
+    for line in result.get("text", "").splitlines():
         print_data(to_printable(line))

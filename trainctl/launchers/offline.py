@@ -169,6 +169,18 @@ def sample(
     return run_task("sample", choice, options, prompt=prompt, temperature=temperature)
 
 
+def score(
+    choice: WeightsChoice, prompt: str, answers: Sequence[str] = (), *, chat: bool = False
+) -> dict[str, Any]:
+    """Return the scores of each answer to a prompt, or of the prompt as a text: `scored`.
+
+    Args:
+        chat: Whether prompt and answers are messages of a conversation.
+    """
+    options = [f"--prompt={prompt}", *(f"--answer={answer}" for answer in answers)]
+    return run_task("score", choice, [*options, *(["--chat"] if chat else [])])
+
+
 def add_tokens(
     directory: Path, out: Path, tokens: Sequence[str], *, multiple_of: int, progress: Progress
 ) -> dict[str, Any]:

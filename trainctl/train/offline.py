@@ -95,7 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--seed", type=int)
     sample.add_argument("--chat", action=argparse.BooleanOptionalAction)
     sample.add_argument("--system")
-    for task in (evaluate, sample):
+    score = tasks.add_parser("score", parents=[common])
+    score.add_argument("--prompt", required=True)
+    score.add_argument("--answer", action="append", default=[])
+    score.add_argument("--chat", action="store_true")
+    for task in (evaluate, sample, score):
         task.add_argument("--device", choices=DEVICES, default="auto")
     export = tasks.add_parser("export", parents=[common])
     export.add_argument("out", type=Path)
@@ -158,6 +162,8 @@ def _dispatch_task(arguments: argparse.Namespace, progress: Progress) -> dict[st
             return _evaluate(plan, run, arguments, progress)
         case "sample":
             return _sample(plan, arguments, progress)
+        case "score":
+            return _score(plan, run, arguments, progress)
         case "tasks":
             return _evaluate_tasks(plan, arguments, progress)
         case _:
@@ -245,6 +251,31 @@ def _refuse_encoder(plan: RunPlan, what: str) -> None:
         )
 
 
+def _score(
+    plan: RunPlan, run: RunPaths, arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Any]:
+    from trainctl.data.corpora import load_corpora
+    from trainctl.train.models.loaded import load
+    from trainctl.train.scoring import scores_of
+
+    config = plan.config
+    if config.model.score_outputs is None:
+        raise TrainctlError(
+            f"objective={config.objective.kind} trains no head that scores a text",
+            hint="trainctl sample RUN TEXT without --score and --answer continues it",
+        )
+    classes: tuple[str, ...] = ()
+    if run.corpus.is_file():
+        classes = next(iter(load_corpora(run.corpus, config.data).values())).classes
+    weights = _state_name(arguments)
+    model = load(plan, arguments.checkpoint, arguments.device, progress, weights=weights)
+    with model.inference():
+        found = scores_of(
+            model, config, arguments.prompt, arguments.answer, chat=arguments.chat, classes=classes
+        )
+    return {"scored": found, "device": model.device.type}
+
+
 def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     from trainctl.data.tokenizer import load_tokenizer
     from trainctl.train.evaluation import prompts_of, sampled_ids
@@ -252,6 +283,12 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
 
     _refuse_encoder(plan, "a text is continued by its next tokens")
     training = plan.config.training
+    if plan.config.model.score_outputs is not None:
+        raise TrainctlError(
+            f"objective={plan.config.objective.kind} trains a head that scores texts, and gives no "
+            "next token",
+            hint="--score; of a reward model also --answer TEXT",
+        )
     seed = training.seed if arguments.seed is None else arguments.seed
     tokenizer = load_tokenizer(plan.config.tokenizer)
     prompts = prompts_of(plan.config.data, tokenizer, chat=arguments.chat)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.options.data import SampleKind
-from trainctl.options.objective import SCORES, TOKENS, Head, Objective
+from trainctl.options.objective import SCORES, TOKENS, Objective
+from trainctl.options.objective.reward import HEAD
 
 SPEC = Objective(
     name="process_reward",
@@ -13,9 +14,6 @@ SPEC = Objective(
     takes=SampleKind.steps,
     counts=TOKENS,
     reads=SCORES,
-    head=Head(
-        outputs=lambda section: 1,
-        settings=lambda section: {"problem_type": "regression", "id2label": {0: "reward"}},
-    ),
+    head=HEAD,
     measures=("accuracy", "probability", "label"),
 )

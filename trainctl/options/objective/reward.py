@@ -22,6 +22,16 @@ class RewardModelConfig(ObjectiveConfig):
     )
 
 
+HEAD = Head(
+    outputs=lambda section: 1,
+    settings=lambda section: {
+        "problem_type": "regression",
+        "id2label": {0: "reward"},
+        "label2id": {"reward": 0},
+    },
+)
+"""Head of one number for a text."""
+
 SPEC = Objective(
     name="reward",
     keys=RewardModelConfig,
@@ -29,9 +39,6 @@ SPEC = Objective(
     takes=SampleKind.pairs,
     counts=RECORDS,
     reads=SCORES,
-    head=Head(
-        outputs=lambda section: 1,
-        settings=lambda section: {"problem_type": "regression", "id2label": {0: "reward"}},
-    ),
+    head=HEAD,
     measures=REWARDS,
 )

@@ -18,6 +18,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig
+from trainctl.data.corpora import load_corpora
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Read, Unit, persistent_buffers, published_units
@@ -28,6 +29,7 @@ from trainctl.options.objective import objective_of
 from trainctl.options.objective.contrastive import ContrastiveConfig, Pooling
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.files import write_json
+from trainctl.runs.layout import RunPaths
 from trainctl.train.adapters.layers import MergedWeights
 from trainctl.train.checkpoint.content import CheckpointReader, write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
@@ -73,6 +75,7 @@ def export(
             model or has no such weights (5). No files are left behind.
     """
     published = PublishedModel(config, checkpoint, dtype=dtype, weights=weights)
+    _name_labels(published.model, config, RunPaths(checkpoint.resolve().parents[1]))
     total = sum(_unit_bytes(unit, dtype) for unit in published.units)
     with new_folder(out, total) as folder:
         done = 0
@@ -287,6 +290,15 @@ def _write_config(
         for file in (source / "generation_config.json", *code):
             if file.is_file():
                 shutil.copy(file, folder)
+
+
+def _name_labels(model: PreTrainedModel, config: RunConfig, run: RunPaths) -> None:
+    """Give a classifier's configuration the names of its classes, as the run's corpus has them."""
+    if config.model.score_outputs is None or not run.corpus.is_file():
+        return
+    for corpus in load_corpora(run.corpus, config.data).values():
+        model.config.id2label = model.config.id2label | dict(enumerate(corpus.classes))
+        model.config.label2id = {name: n for n, name in model.config.id2label.items()}
 
 
 def _padding_id(config: RunConfig) -> int | None:

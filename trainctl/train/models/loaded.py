@@ -19,6 +19,7 @@ from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.tensors import FUTURE
 from trainctl.options.adapter import low_rank
+from trainctl.options.objective import SCORES
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import RunPlan
 from trainctl.train.adapters.layers import apply_adapter
@@ -80,6 +81,13 @@ class LoadedModel:
     def next_scores(self, ids: list[int]) -> torch.Tensor:
         """Return the logits of the token after `ids`, (vocabulary,) in fp32 on the CPU."""
         return self.logits(MicroBatch.of_context(ids))[0, -1].float().cpu()
+
+    def scores(self, ids: list[int]) -> torch.Tensor:
+        """Return the outputs of a head `score` after each token, (tokens, outputs), on the CPU."""
+        batch = MicroBatch.of_context(ids)
+        with _memory_errors(self.device):
+            found = output_of(self.model, SCORES, self._inputs(batch), batch.labels)
+        return found[0].cpu()
 
     def logits(self, batch: MicroBatch) -> torch.Tensor:
         """Return the logits, (samples, length, vocabulary), as the training engine does."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -69,6 +71,7 @@ def classify(config: ClassifyConfig, seen: SeenScores) -> Measured:
 
 def _regression(scores: torch.Tensor, targets: torch.Tensor) -> Measured:
     """Return the mean squared error of each text's numbers; absent numbers do not count."""
+    targets = F.pad(targets, (0, scores.shape[1] - targets.shape[1]), value=math.nan)
     is_there = ~targets.isnan()
     errors = torch.where(is_there, scores - targets.nan_to_num(0.0), 0.0)
     number = is_there.sum(dim=-1).clamp(min=1)
