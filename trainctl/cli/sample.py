@@ -28,6 +28,19 @@ AsChat = Annotated[
     ),
 ]
 
+Answers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--answer",
+        help="Print the score of this answer to TEXT; may be given several times.",
+        show_default=False,
+    ),
+]
+AsScore = Annotated[
+    bool,
+    typer.Option("--score", help="Print what a reward model or a classifier says of TEXT."),
+]
+
 
 def sample(
     run: NamedRun,
@@ -48,18 +61,8 @@ def sample(
         str | None,
         typer.Option(help="System message before the user's message.", show_default=False),
     ] = None,
-    answers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--answer",
-            help="Print the score of this answer to TEXT; may be given several times.",
-            show_default=False,
-        ),
-    ] = None,
-    score: Annotated[
-        bool,
-        typer.Option("--score", help="Print what a reward model or a classifier says of TEXT."),
-    ] = False,
+    answers: Answers = None,
+    score: AsScore = False,
     step: Step = None,
     best: Best = False,
     weights: WhichWeights = Weights.raw,
