@@ -186,9 +186,21 @@ def test_the_strengths_of_preference_losses():
         "objective.gamma_ratio"
     ] == pytest.approx(0.5)
     assert imported(rl="orpo", orpo_alpha=0.2).settings["objective.weight"] == 0.2
+    entry = {"path": "json", "data_files": "b.jsonl", "type": "chat_template"}
+    result = imported(rl="kto", rl_beta=0.2, kto_undesirable_weight=1.5, datasets=[entry])
+    assert result.choices["objective"] == "kto" and result.choices["data"] == "answers"
+    assert result.settings["objective.beta"] == 0.2
+    assert result.settings["objective.undesirable_weight"] == 1.5
     result = imported(rl="dpo", dpo_label_smoothing=0.1, orpo_alpha=0.2)
     assert result.settings["objective.label_smoothing"] == 0.1
     assert "orpo_alpha" in left(result, why=Why.ignored)
+
+
+def test_the_key_that_says_which_turns_are_learned_is_kept():
+    entry = {"path": "json", "data_files": "b.jsonl", "type": "chat_template"}
+    result = imported(datasets=[{**entry, "message_field_training": "train"}])
+    assert result.settings["data.learn_key"] == "train"
+    assert not {key for key in left(result) if "training" in key}
 
 
 def test_distillation_keeps_the_weights_of_both_losses():

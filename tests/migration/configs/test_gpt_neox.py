@@ -239,4 +239,8 @@ def test_data_mixtures_objectives_and_machines():
     dpo = convert({"train_impl": "dpo", "dpo_beta": 0.2, "data_path": "x"})
     assert dpo.choices["objective"] == "dpo" and dpo.choices["data"] == "preferences"
     assert dpo.settings["objective.beta"] == 0.2 and "data.paths" not in dpo.settings
-    assert "train_impl" in left(convert({"train_impl": "kto"}))
+    kto = convert({"train_impl": "kto", "kto_beta": 0.2, "kto_undesirable_weight": 1.5})
+    assert kto.choices["objective"] == "kto" and kto.choices["data"] == "answers"
+    assert kto.settings["objective.beta"] == 0.2
+    assert kto.settings["objective.undesirable_weight"] == 1.5
+    assert "train_impl" in left(convert({"train_impl": "reinforce"}))

@@ -78,6 +78,8 @@ def test_a_whole_file_gives_a_recipe_that_validates(tmp_path):
         ),
         ({"stage": "dpo", "pref_loss": "orpo", "pref_beta": 0.2}, "objective.weight", 0.2),
         ({"stage": "dpo", "pref_loss": "simpo"}, "objective.gamma_ratio", 5.0),
+        ({"stage": "kto", "kto_rejected_weight": 1.5}, "objective.undesirable_weight", 1.5),
+        ({"stage": "kto", "pref_beta": 0.2}, "objective.beta", 0.2),
         ({"stage": "dpo", "pref_loss": "hinge"}, "objective.loss", "hinge"),
         ({"mask_history": True}, "data.learn", "last"),
         ({"train_on_prompt": True}, "data.learn", "all"),

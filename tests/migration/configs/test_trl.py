@@ -109,6 +109,12 @@ def test_objectives():
     simpo = convert(beta=2.0, loss_type="simpo", simpo_gamma=1.0)
     assert simpo.choices["objective"] == "simpo"
     assert simpo.settings["objective.gamma_ratio"] == 0.5
+    for keys in ({"class": "trl.KTOConfig"}, {"loss_type": "kto"}):
+        kto = convert(**keys, beta=0.2, undesirable_weight=1.5)
+        assert kto.choices["objective"] == "kto" and kto.choices["data"] == "answers"
+        assert kto.settings["objective.beta"] == 0.2
+        assert kto.settings["objective.undesirable_weight"] == 1.5
+    assert "loss_type" in left(convert(**{"class": "KTOConfig", "loss_type": "apo_zero_unpaired"}))
     orpo = convert(**{"class": "trl.experimental.orpo.ORPOConfig", "beta": 0.3})
     assert orpo.choices["objective"] == "orpo" and orpo.settings["objective.weight"] == 0.3
     keys = {"teacher_model_name_or_path": "/models/large", "lmbda": 0, "seq_kd": False}

@@ -130,12 +130,14 @@ def frozen(source: Conversion) -> None:
 
 
 PREFERENCES = ("dpo", "ipo", "orpo", "simpo")
+WEIGHTS = ("desirable_weight", "undesirable_weight")
+"""Keys of KTO."""
 
 
 def objective(source: Conversion) -> None:
     """Convert the objective of `rl` and its strengths (TRL's defaults)."""
     kind = str(source.get("rl") or "")
-    used = {"rl_beta"} if kind in ("dpo", "ipo", "simpo") else set()
+    used = {"rl_beta"} if kind in ("dpo", "ipo", "simpo", "kto") else set()
     beta = source.number("rl_beta") or 0.1
     if kind in ("dpo", "ipo"):
         source.set("objective", "dpo", "rl")
@@ -160,6 +162,13 @@ def objective(source: Conversion) -> None:
             source.leave(
                 "cpo_alpha", "the loss of the chosen answer is not added", "objective=orpo"
             )
+    elif kind == "kto":
+        source.set("objective", "kto", "rl")
+        source.set("objective.beta", beta, "rl_beta")
+        for name in WEIGHTS:
+            if source.given(f"kto_{name}"):
+                source.set(f"objective.{name}", source.number(f"kto_{name}"), f"kto_{name}")
+                used.add(f"kto_{name}")
     elif not kind and source.get("kd_trainer"):
         used |= _distillation(source)
     else:
@@ -441,14 +450,15 @@ def held_out(source: Conversion) -> None:
 
 def datasets(source: Conversion) -> None:
     """Convert what is trained on: files, their form, and the template of conversations."""
-    is_preferences = source.get("rl") in PREFERENCES
+    kind = str(source.get("rl"))
+    records = "answers" if kind == "kto" else "preferences" if kind in PREFERENCES else None
     parts = [
-        _data_part(source, f"{name}[{index}].", entry, is_preferences=is_preferences)
+        _data_part(source, f"{name}[{index}].", entry, records=records)
         for name in ("datasets", "pretraining_dataset")
         for index, entry in enumerate(_entries(source, name))
     ]
     for index, entry in enumerate(_entries(source, "test_datasets")):
-        part = _data_part(source, f"test_datasets[{index}].", entry, is_preferences=is_preferences)
+        part = _data_part(source, f"test_datasets[{index}].", entry, records=records)
         for each in parts[:1]:
             each.held_out += part.paths
     learn = "all" if source.get("train_on_inputs") is True else "assistant"
@@ -459,9 +469,11 @@ def datasets(source: Conversion) -> None:
     _template(source)
     how = {"drop": "drop", "truncate": "cut", "raise": "error"}
     strategy = str(source.get("excess_length_strategy"))
-    if any(part.kind in ("chat", "preferences") for part in parts):
+    if records and strategy == "truncate":
+        strategy = "drop"
+    if any(part.kind in ("chat", records) for part in parts):
         source.set("data.on_too_long", how.get(strategy, "drop"), "excess_length_strategy")
-    if source.get("sample_packing") is not True and not is_preferences:
+    if source.get("sample_packing") is not True and not records:
         source.leave(
             "sample_packing",
             "samples are always packed, so that a step sees more conversations",
@@ -477,15 +489,19 @@ def _entries(source: Conversion, name: str) -> list[Mapping[str, Any]]:
 
 
 def _data_part(
-    source: Conversion, prefix: str, entry: Mapping[str, Any], *, is_preferences: bool
+    source: Conversion, prefix: str, entry: Mapping[str, Any], *, records: str | None
 ) -> DataPart:
-    """Return an entry of `datasets`; its keys that are not carried over are left out."""
+    """Return an entry of `datasets`; its keys that are not carried over are left out.
+
+    Args:
+        records: Kind of its data if an objective of records is trained.
+    """
     part = DataPart(kind="chat")
     kind = str(entry.get("type") or "")
     part.paths = place(source, entry.get("path"), entry.get("data_files"), entry.get("revision"))
     used = {"path", "data_files", "type", "ds_type", "revision"}
-    if is_preferences:
-        part.kind = "preferences"
+    if records:
+        part.kind = records
     elif kind.startswith("completion") or kind == "pretrain" or prefix.startswith("pretraining"):
         part.kind = "files"
         column = "text_column" if entry.get("text_column") else "field"
@@ -524,6 +540,9 @@ def _chat_keys(
     if isinstance(field, str) and field in FIELDS and "conversations" not in (field, ""):
         part.keys.setdefault("shape", FIELDS[field])
     used |= {"field_messages"} if field in (*FIELDS, None) else set()
+    if isinstance(entry.get("message_field_training"), str):
+        part.keys["learn_key"] = str(entry["message_field_training"])
+        used.add("message_field_training")
     roles = entry.get("roles_to_train")
     if roles in (["assistant"], ["gpt"], ["assistant", "gpt"], None):
         used.add("roles_to_train")

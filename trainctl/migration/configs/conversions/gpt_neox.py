@@ -526,18 +526,22 @@ def tokenizer(source: Conversion) -> None:
 
 
 def objective(source: Conversion) -> None:
-    """Convert the objective: next tokens, or DPO."""
-    kind = source.get("train_impl")
-    if kind == "dpo":
-        source.set("objective", "dpo", "train_impl")
-        source.set("objective.beta", source.number("dpo_beta"), "dpo_beta")
-        source.set("data", "preferences")
+    """Convert the objective: next tokens, DPO or KTO."""
+    kind = str(source.get("train_impl"))
+    if kind in ("dpo", "kto"):
+        source.set("objective", kind, "train_impl")
+        source.set("objective.beta", source.number(f"{kind}_beta"), f"{kind}_beta")
+        source.set("data", "preferences" if kind == "dpo" else "answers")
         for key in ("data.paths", "data.sources", "data.held_out_paths"):
             source.converted.settings.pop(key, None)
     elif kind != "normal":
         source.leave("train_impl", f"there is no objective {kind}", "objective=dpo")
-    if kind != "dpo" and source.given("dpo_beta"):
-        source.leave("dpo_beta", "train_impl is not dpo", why=Why.ignored)
+    for name in ("desirable_weight", "undesirable_weight"):
+        if kind == "kto":
+            source.set(f"objective.{name}", source.number(f"kto_{name}"), f"kto_{name}")
+    for name in ("dpo_beta", "kto_beta", "kto_desirable_weight", "kto_undesirable_weight"):
+        if not name.startswith(kind) and source.given(name):
+            source.leave(name, f"train_impl is not {name[:3]}", why=Why.ignored)
 
 
 def trackers(source: Conversion) -> None:

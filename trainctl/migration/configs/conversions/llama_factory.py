@@ -118,12 +118,21 @@ def _frozen(source: Conversion) -> None:
 PAIRS = ("pref_loss", "pref_beta", "simpo_gamma", "dpo_label_smoothing")
 
 
+KTO = {"kto_chosen_weight": "desirable_weight", "kto_rejected_weight": "undesirable_weight"}
+
+
 def stage(source: Conversion) -> None:
-    """Convert the objective: of tokens, or of pairs by `pref_loss`."""
+    """Convert the objective: of tokens, of single answers, or of pairs by `pref_loss`."""
     kind, loss = str(source.get("stage")), str(source.get("pref_loss"))
     used = {"pref_loss", "pref_beta"}
     beta = source.number("pref_beta") or 0.1
-    if kind != "dpo":
+    if kind == "kto":
+        used = {"pref_beta", *KTO}
+        source.set("objective", "kto", "stage")
+        source.set("objective.beta", beta, "pref_beta")
+        for name, key in KTO.items():
+            source.set(f"objective.{key}", source.number(name), name)
+    elif kind != "dpo":
         used = set()
         source.set("objective", "next_token", "stage")
         if kind not in ("sft", "pt"):
@@ -148,14 +157,15 @@ def stage(source: Conversion) -> None:
             used.add("dpo_label_smoothing")
             smoothing = source.number("dpo_label_smoothing") or 0.0
             source.set("objective.label_smoothing", smoothing, "dpo_label_smoothing")
-    for name in PAIRS:
+    for name in (*PAIRS, *KTO):
         if name not in used and source.given(name):
             source.leave(name, f"stage={kind} does not use it", why=Why.ignored)
 
 
 def data(source: Conversion) -> None:
     """Convert the datasets, by the entries that `dataset_info.json` has for their names."""
-    kind = {"pt": "files", "dpo": "preferences"}.get(str(source.get("stage")), "chat")
+    kinds = {"pt": "files", "dpo": "preferences", "kto": "answers"}
+    kind = kinds.get(str(source.get("stage")), "chat")
     info = _dataset_info(source)
     part = DataPart(kind=kind)
     for name in _names(source, "dataset"):
@@ -180,7 +190,7 @@ def data(source: Conversion) -> None:
         if kind != "chat" and source.given(name):
             source.leave(name, "of conversations", why=Why.ignored)
     choose_data(source, [part], epochs="num_train_epochs")
-    source.set("data.on_too_long", "drop" if kind == "preferences" else "cut")
+    source.set("data.on_too_long", "drop" if kind in ("preferences", "answers") else "cut")
     is_packed = source.get("packing")
     is_packed = kind == "files" if is_packed is None else is_packed is True
     if kind == "chat":

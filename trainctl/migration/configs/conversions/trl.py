@@ -112,7 +112,8 @@ PARQUET = "hf://datasets/{}@refs/convert/parquet/{}/{}/*.parquet"
 
 def data(source: Conversion) -> None:
     """Convert the data set or the mixture, with its evaluation split."""
-    kind = "preferences" if source.converted.choices.get("objective") in PAIRS else "chat"
+    objective = source.converted.choices.get("objective")
+    kind = "preferences" if objective in PAIRS else "answers" if objective == "kto" else "chat"
     source.set("data", kind)
     splits = source.texts("dataset_splits") or [
         str(source.get(f"dataset_{part}_split")) for part in ("train", "test")
@@ -257,12 +258,14 @@ PAIRS = ("dpo", "orpo", "simpo")
 CLASSES = {
     "DPOConfig": "dpo",
     "ORPOConfig": "orpo",
+    "KTOConfig": "kto",
     "SFTConfig": "next_token",
     "GKDConfig": "distill",
 }
 """Objective of each class that a pickle names."""
 
-NOT_THERE = ("reward_funcs", "num_generations", "desirable_weight", "center_rewards_coefficient")
+NOT_THERE = ("reward_funcs", "num_generations", "center_rewards_coefficient")
+KTO = ("desirable_weight", "undesirable_weight")
 LOSSES = ("sigmoid", "hinge", "ipo")
 
 
@@ -273,6 +276,8 @@ def objective(source: Conversion) -> None:
     others = [name for name in NOT_THERE if source.given(name)]
     if kind is None and source.given("teacher_model_name_or_path"):
         kind = "distill"
+    elif kind is None and ("kto" in losses or any(source.given(name) for name in KTO)):
+        kind = "kto"
     elif kind is None and "simpo" in losses:
         kind = "simpo"
     elif kind is None and source.given("beta") and not others:
@@ -281,7 +286,7 @@ def objective(source: Conversion) -> None:
     source.set("objective", kind, "class" if source.given("class") else "beta")
     used = {"class"}
     beta = source.number("beta")
-    if kind in ("dpo", "simpo") and beta:
+    if kind in ("dpo", "simpo", "kto") and beta:
         used.add("beta")
         source.set("objective.beta", beta, "beta")
     if kind == "distill":
@@ -294,10 +299,15 @@ def objective(source: Conversion) -> None:
         used |= {"loss_type", "simpo_gamma"}
         ratio = (source.number("simpo_gamma") or 0.0) / (beta or 0.1)
         source.set("objective.gamma_ratio", ratio, "simpo_gamma")
+    if kind == "kto":
+        used.update(KTO, ["loss_type"] if losses == ["kto"] else [])
+        for name in KTO:
+            if source.given(name):
+                source.set(f"objective.{name}", source.number(name), name)
     if kind == "dpo":
         used |= {"loss_type", "label_smoothing"}
         _dpo_loss(source, losses)
-    for name in ("loss_type", "beta", "label_smoothing", "simpo_gamma", "cpo_alpha"):
+    for name in ("loss_type", "beta", "label_smoothing", "simpo_gamma", "cpo_alpha", *KTO):
         if name not in used and source.given(name):
             is_same = source.get(name) in ("nll", 0)
             source.leave(
