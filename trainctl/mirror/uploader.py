@@ -61,6 +61,7 @@ RECORDS = (
     "corpus.json",
     "base.json",
     "reference.npz",
+    "teacher.json",
     "corpus/**/*",
     "callbacks/**/*",
     "attempts/*/*.json",
