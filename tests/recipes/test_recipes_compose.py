@@ -16,6 +16,7 @@ PROMISED = (
     "70b-zero3-nodes 70b-3d 8b-long-context "
     "sft-tiny sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g sft-70b-qlora-1x80g "
     "reward-tiny reward-8b-8x80g classify-tiny classify-0.6b-1x24g "
+    "contrastive-tiny contrastive-7b-lora-8x80g "
     "dpo-8b-lora kto-tiny masked-tiny distill-tiny distill-1b-8x80g"
 )
 DEVICES = {
@@ -35,6 +36,8 @@ DEVICES = {
     "reward-8b-8x80g": 8,
     "classify-tiny": 2,
     "classify-0.6b-1x24g": 1,
+    "contrastive-tiny": 2,
+    "contrastive-7b-lora-8x80g": 8,
     "distill-tiny": 2,
     "distill-1b-8x80g": 8,
     "sft-8b-lora-1x24g": 1,
@@ -97,7 +100,9 @@ def test_the_batch_multiplies_out(name: str, overrides: list[str]) -> None:
     assert (
         training.global_batch_size % (training.micro_batch_size * data_parallel_size(config)) == 0
     )
-    fine_tunes = name.startswith(("sft-", "dpo-", "distill-1b", "reward-8b", "classify-0"))
+    fine_tunes = name.startswith(
+        ("sft-", "dpo-", "contrastive-", "distill-1b", "reward-8b", "classify-0")
+    )
     assert training.epochs if fine_tunes else (training.steps or training.tokens)
     assert sum(map(bool, (training.steps, training.tokens, training.epochs))) == 1
 

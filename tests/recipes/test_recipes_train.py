@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from objective_cases import write_records
 from rank_processes import Case, curve, train_cases
 from whole_recipes import WHOLE
 
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
+from trainctl.options.data import SampleKind
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.model import skeleton
@@ -62,6 +64,8 @@ def data_of(name: str, folder: Path) -> list[str]:
         type(model)(model.config).save_pretrained(folder / "teacher")
         teacher = f"objective.teacher={folder / 'teacher'}"
         return ["data=stdlib", "data.max_bytes=20000", teacher]
+    if name.startswith("contrastive"):
+        return [f"data.paths=[{write_records(folder, SampleKind.similar)}]"]
     if name == "classify-tiny":
         texts = folder / "texts.jsonl"
         rows = ({"text": f"{n} is", "label": ["even", "odd"][n % 2]} for n in range(200))

@@ -17,8 +17,12 @@ from trainctl.memory.constants import FUSED_HEAD_GRADIENT_BYTES, LOGIT_BYTES, Lo
 from trainctl.memory.engine import EngineMemory, Group
 from trainctl.memory.stages import Stage
 from trainctl.options.activation_checkpointing import recomputing_section
+from trainctl.options.objective import HIDDEN_STATES, objective_of
 from trainctl.options.objective.distill import CHUNK_POSITIONS, DistillConfig
 from trainctl.plans.types import LayoutPlan
+
+TEXTS_OF_A_RECORD = 3
+"""A query, a similar text and a negative: the budget does not read the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +183,13 @@ def _reads_input(rank: RankMemory) -> bool:
 
 
 def logits_bytes(rank: RankMemory, per_logit: int) -> int:
-    """Return the bytes of the logits that exist at once, with the loss's copies of them."""
+    """Return the bytes of the logits that exist at once, with the loss's copies of them; of
+    embeddings, if these are compared instead.
+    """
     if not rank.stage.has_head:
         return 0
+    if objective_of(rank.plan.config.objective).reads == HIDDEN_STATES:
+        return _embedding_bytes(rank.plan)
     model = rank.plan.config.model
     outputs = model.score_outputs or -(-model.vocab_size // rank.plan.mesh.tensor)
     size = (1 + (model.future_blocks or 0)) * loss_tokens(rank.plan) * outputs * per_logit
@@ -189,6 +197,17 @@ def logits_bytes(rank: RankMemory, per_logit: int) -> int:
         # Scores, the scores of other tokens, and two exponentials (train/objectives/distillation).
         size += chunk_logit_bytes(rank.plan, copies=4)
     return size
+
+
+def _embedding_bytes(plan: LayoutPlan) -> int:
+    """Return the bytes of embeddings: fp32 hidden states with their gradient; the features of the
+    global batch, their gradient and a copy; similarities, scores, softmax and gradient of all
+    queries with all other texts.
+    """
+    records, width = plan.batch.global_batch_size, plan.config.model.hidden_size
+    features = 3 * records * TEXTS_OF_A_RECORD * width
+    similarities = 4 * records * records * (TEXTS_OF_A_RECORD - 1)
+    return FP32 * (2 * tokens_per_rank(plan) * width + features + similarities)
 
 
 def _distilled_logit_bytes(plan: LayoutPlan) -> LogitBytes | None:
