@@ -26,10 +26,20 @@ def test_every_field_of_trl_is_in_the_table():
     """Slow: it imports TRL."""
     from dataclasses import fields
 
-    from trl import DPOConfig, KTOConfig, ModelConfig, RewardConfig, ScriptArguments, SFTConfig
+    from trl import (
+        DPOConfig,
+        GRPOConfig,
+        KTOConfig,
+        ModelConfig,
+        RewardConfig,
+        RLOOConfig,
+        ScriptArguments,
+        SFTConfig,
+    )
 
     table = load_table("trl")
     classes = (SFTConfig, DPOConfig, KTOConfig, RewardConfig, ModelConfig, ScriptArguments)
+    classes = (*classes, GRPOConfig, RLOOConfig)
     names = {each.name for each_class in classes for each in fields(each_class)}
     assert sorted(name for name in names if not table.find(name)) == []
 
@@ -126,9 +136,46 @@ def test_objectives():
     assert distill.settings["objective.beta"] == 0.5
     distill = convert(teacher_model_name_or_path="org/large", lmbda=0.5)
     assert {"teacher_model_name_or_path", "lmbda"} <= {*left(distill)}
-    rewards = convert(beta=0.0, reward_funcs=["accuracy"], num_generations=4)
-    assert rewards.choices["objective"] == "next_token"
-    assert {"reward_funcs", "num_generations"} <= {*left(rewards)}
+    reward = convert(center_rewards_coefficient=0.01, dataset_name="a/b")
+    assert (reward.choices["objective"], reward.choices["data"]) == ("reward", "preferences")
+    assert reward.settings["objective.centering"] == 0.01
+    chat = convert(dataset_name="a/b", temperature=0.9)
+    assert "temperature" in left(chat, Why.ignored)
+
+
+def test_grpo_and_rloo():
+    given = {
+        "reward_funcs": ["accuracy_reward", "my_lib.rewards.polite"],
+        "reward_weights": [1.0, 0.5],
+        "num_generations": 16,
+        "max_completion_length": 2048,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 8,
+        "loss_type": "dr_grpo",
+        "scale_rewards": False,
+        "beta": 0.04,
+    }
+    result = convert(**given)
+    assert (result.choices["objective"], result.choices["data"]) == ("grpo", "prompts")
+    objective = {k.removeprefix("objective."): v for k, v in result.settings.items()}
+    assert objective["rewards"] == {
+        "accuracy_reward": {"kind": "exact_answer", "column": "solution", "weight": 1.0},
+        "polite": {"kind": "function", "call": "my_lib.rewards:polite", "weight": 0.5},
+    }
+    assert left(result)["reward_funcs"].value == "my_lib.rewards.polite"
+    assert objective["samples"] == 16 and objective["updates"] == 2
+    assert objective["advantage"] == "centered" and objective["normalize_by"] == "length"
+    assert objective["clip_low"] == objective["clip_high"] == 0.2
+    assert objective["kl_weight"] == 0.04 and objective["rollout"] == "engine"
+    assert result.settings["training.sequence_length"] == 512 + 2048
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9000}
+    others = convert(**given | server | {"epsilon_high": 0.28, "scale_rewards": "batch"})
+    assert others.settings["objective.rollout_url"] == "http://localhost:9000"
+    assert others.settings["objective.clip_high"] == 0.28
+    assert "scale_rewards" in left(others)
+    rloo = convert(**{"class": "trl.RLOOConfig", "max_completion_length": 64})
+    assert rloo.settings["objective.advantage"] == "leave_one_out"
+    assert rloo.settings["objective.samples"] == 2
 
 
 def test_mixtures():

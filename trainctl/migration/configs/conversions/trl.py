@@ -104,6 +104,10 @@ def _base_weights(source: Conversion) -> None:
     source.set("adapter.base_weights", weights, *names)
 
 
+PAIRS = ("dpo", "orpo", "reward", "simpo")
+RECORDS = {**dict.fromkeys(PAIRS, "preferences"), "grpo": "prompts", "kto": "answers"}
+"""Kind of data for each objective that does not learn from conversations."""
+
 PARQUET = "hf://datasets/{}@refs/convert/parquet/{}/{}/*.parquet"
 """Place of the Parquet files that the hub makes of each public data set, by configuration and split
 (huggingface.co/docs/dataset-viewer/parquet).
@@ -112,8 +116,7 @@ PARQUET = "hf://datasets/{}@refs/convert/parquet/{}/{}/*.parquet"
 
 def data(source: Conversion) -> None:
     """Convert the data set or the mixture, with its evaluation split."""
-    objective = source.converted.choices.get("objective")
-    kind = "preferences" if objective in PAIRS else "answers" if objective == "kto" else "chat"
+    kind = RECORDS.get(str(source.converted.choices.get("objective")), "chat")
     source.set("data", kind)
     splits = source.texts("dataset_splits") or [
         str(source.get(f"dataset_{part}_split")) for part in ("train", "test")
@@ -234,12 +237,12 @@ def packing(source: Conversion) -> None:
         kind = "stream" if source.get("packing_strategy") == "wrapped" else "best_fit"
         source.set("data.packing", kind, "packing", "packing_strategy")
         return
-    if source.converted.choices.get("objective") not in PAIRS:  # a pair is a sample by itself
+    if source.converted.choices.get("objective") not in RECORDS:  # a record is a sample by itself
         reason = "samples are always packed, so that a step sees more conversations"
         source.leave("packing", reason, "training.micro_batch_size=1")
     for name in ("packing", "packing_strategy"):
         if source.given(name):
-            source.leave(name, "pairs are not packed, or nothing is", why=Why.ignored)
+            source.leave(name, "records are not packed, or nothing is", why=Why.ignored)
 
 
 def learnt(source: Conversion) -> None:
@@ -254,35 +257,44 @@ def learnt(source: Conversion) -> None:
         source.set("data.learn", "assistant" if is_part else "all", *names)
 
 
-PAIRS = ("dpo", "orpo", "simpo")
 CLASSES = {
     "DPOConfig": "dpo",
-    "ORPOConfig": "orpo",
-    "KTOConfig": "kto",
-    "SFTConfig": "next_token",
     "GKDConfig": "distill",
+    "GRPOConfig": "grpo",
+    "KTOConfig": "kto",
+    "ORPOConfig": "orpo",
+    "RLOOConfig": "grpo",
+    "RewardConfig": "reward",
+    "SFTConfig": "next_token",
 }
 """Objective of each class that a pickle names."""
 
-NOT_THERE = ("reward_funcs", "num_generations", "center_rewards_coefficient")
+TELLING = {
+    "teacher_model_name_or_path": "distill",
+    "reward_funcs": "grpo",
+    "num_generations": "grpo",
+    "epsilon_high": "grpo",
+    "scale_rewards": "grpo",
+    "center_rewards_coefficient": "reward",
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+    "beta": "dpo",
+}
+"""Objective that a key belongs to, where no class is named; the first key that is given counts."""
+
 KTO = ("desirable_weight", "undesirable_weight")
+CENTERING = "center_rewards_coefficient"
+PREFERENCE_KEYS = ("loss_type", "beta", "label_smoothing", "simpo_gamma", "cpo_alpha")
 LOSSES = ("sigmoid", "hinge", "ipo")
 
 
 def objective(source: Conversion) -> None:
-    """Convert the objective: by the class of a pickle, or by the keys that only pairs have."""
-    kind = CLASSES.get(str(source.get("class")).rpartition(".")[2])
+    """Convert the objective: by the class of a pickle, or by the keys that only it has."""
     losses = source.texts("loss_type")
-    others = [name for name in NOT_THERE if source.given(name)]
-    if kind is None and source.given("teacher_model_name_or_path"):
-        kind = "distill"
-    elif kind is None and ("kto" in losses or any(source.given(name) for name in KTO)):
-        kind = "kto"
-    elif kind is None and "simpo" in losses:
-        kind = "simpo"
-    elif kind is None and source.given("beta") and not others:
-        kind = "dpo"
-    kind = kind or "next_token"
+    kind = CLASSES.get(str(source.get("class")).rpartition(".")[2])
+    if kind is None and {"kto", "simpo"} & {*losses}:
+        kind = "kto" if "kto" in losses else "simpo"
+    kind = kind or next((TELLING[each] for each in TELLING if source.given(each)), "next_token")
     source.set("objective", kind, "class" if source.given("class") else "beta")
     used = {"class"}
     beta = source.number("beta")
@@ -292,6 +304,12 @@ def objective(source: Conversion) -> None:
     if kind == "distill":
         used |= {"beta", "teacher_model_name_or_path"}
         trainer.convert_teacher(source, "teacher_model_name_or_path", "beta", default_beta=0.5)
+    if kind == "grpo":
+        used |= {"beta", "loss_type"}
+        source.set("objective.kl_weight", beta or 0.0, "beta")
+    if kind == "reward" and source.given(CENTERING):
+        used.add(CENTERING)
+        source.set("objective.centering", source.number(CENTERING), CENTERING)
     if kind == "orpo":
         used.add("beta")
         source.set("objective.weight", beta or 0.1, "beta")
@@ -307,7 +325,7 @@ def objective(source: Conversion) -> None:
     if kind == "dpo":
         used |= {"loss_type", "label_smoothing"}
         _dpo_loss(source, losses)
-    for name in ("loss_type", "beta", "label_smoothing", "simpo_gamma", "cpo_alpha", *KTO):
+    for name in (*PREFERENCE_KEYS, CENTERING, *KTO):
         if name not in used and source.given(name):
             is_same = source.get(name) in ("nll", 0)
             source.leave(
