@@ -72,7 +72,7 @@ def import_config(
 ) -> None:
     """Print the choices and overrides for a configuration of another program.
 
-    The program is DeepSpeed, accelerate, the Trainer (TrainingArguments), TRL, Axolotl,
+    The program is DeepSpeed, accelerate, the Trainer (TrainingArguments), TRL, OpenRLHF, Axolotl,
     LLaMA-Factory, GPT-NeoX or torchtitan. What is not carried over is said on stderr, with the
     nearest that there is; so is what the result lacks. What trainctl has no key for in DeepSpeed's
     JSON becomes deepspeed.*.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +14,7 @@ from typing import Any
 import yaml
 
 from trainctl.config.reading import read_bytes
-from trainctl.config.yaml_files import EXPONENT, MOST_BYTES
+from trainctl.config.yaml_files import EXPONENT, MOST_BYTES, read_scalar
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.migration.configs.import_json import import_json_file
 from trainctl.migration.configs.import_table import flatten, import_document
@@ -81,7 +83,8 @@ def _is_json(file: Path) -> bool:
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """Return the content of a YAML, JSON or TOML file, or of a Trainer's training_args.bin.
+    """Return the content of a YAML, JSON or TOML file, or of a Trainer's training_args.bin, or the
+    options of a training command in a shell script.
 
     Numbers such as 2e-5 are numbers.
 
@@ -92,8 +95,10 @@ def read_document(file: Path) -> dict[str, Any]:
         return read_pickled(file)
     try:
         text = read_bytes(file, most_bytes=MOST_BYTES).decode("utf-8")
-        if file.suffix == ".toml":
-            document: Any = tomllib.loads(text)
+        if file.suffix in SCRIPTS:
+            document: Any = _with_numbers(_read_command(text))
+        elif file.suffix == ".toml":
+            document = tomllib.loads(text)
         elif _is_json(file):
             document = _read_json(text)
         else:
@@ -106,9 +111,51 @@ def read_document(file: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise TrainctlError(
             f"{file} holds no mapping of keys",
-            hint="a configuration of another program: YAML, JSON or TOML",
+            hint="a configuration of another program: YAML, JSON, TOML, or a script that starts it",
         )
     return document
+
+
+SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".args")
+_PROGRAM = re.compile(r"(?<![\w.])(openrlhf)\.cli\.(train_\w+)")
+
+_ARRAY = re.compile(r"(?ms)^\s*(\w+)=\(\s*\n(.*?)^\s*\)")
+_VARIABLE = re.compile(r'(?m)^\s*(?:export |readonly )?(\w+)="?([^\s"\'$(`]+)"?\s*$')
+"""Assignments of arrays and of plain texts in a shell script."""
+
+
+def _read_command(text: str) -> dict[str, Any]:
+    """Return the options of the first training command in a shell script, with dotted keys.
+
+    Arrays and variables that the script sets to plain texts are inserted. The program has the key
+    of its package: `openrlhf: train_sft`. A file of options alone has none.
+
+    Raises:
+        ValueError: Its quotes do not match, or there is no option.
+    """
+    text = re.sub(r"\\[ \t]*\n", " ", re.sub(r"(?m)^\s*#.*\n?", "", text))
+    lines = text.splitlines()
+    line = next((line for line in lines if _PROGRAM.search(line)), " ".join(lines))
+    for array, content in _ARRAY.findall(text):
+        inserted = " ".join(content.split()).replace("\\", r"\\")
+        line = re.sub(rf'"?\$\{{{array}\[@\]\}}"?', inserted, line)
+    variables = dict(_VARIABLE.findall(text))
+    line = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), line)
+    program = _PROGRAM.search(line)
+    options: dict[str, list[Any]] = {}
+    name = ""
+    for word in shlex.split(line[program.end() :] if program else line, comments=True):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            options[name] = [read_scalar(value)] if equals else []
+        elif name:
+            options[name].append(read_scalar(word))
+    if not options:
+        raise ValueError("there is no command with options in it")
+    found: dict[str, Any] = {program[1]: program[2]} if program else {}
+    for name, each in options.items():
+        found[name] = True if not each else each[0] if len(each) == 1 else each
+    return found
 
 
 def _read_json(text: str) -> Any:

@@ -52,7 +52,7 @@ def trl(source: Conversion) -> None:
     )
     answer = source.count("max_completion_length") or 512
     prompt = source.count("max_prompt_length") or PROMPT_TOKENS
-    _lengths(source, prompt, answer, "max_prompt_length", "max_completion_length")
+    set_lengths(source, prompt, answer, "max_prompt_length", "max_completion_length")
     for name in ("temperature", "top_p", "top_k"):
         value = source.number(name)
         if value is not None:
@@ -72,7 +72,8 @@ def trl(source: Conversion) -> None:
     _trl_rewards(source)
 
 
-def _lengths(source: Conversion, prompt: int, answer: int, *names: str) -> None:
+def set_lengths(source: Conversion, prompt: int, answer: int, *names: str) -> None:
+    """Set the longest prompt and answer, and a sample that has room for both."""
     source.set("objective.max_prompt_tokens", prompt, names[0])
     source.set("objective.max_answer_tokens", answer, names[1])
     source.set("training.sequence_length", prompt + answer, *names)

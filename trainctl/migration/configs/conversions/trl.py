@@ -125,13 +125,13 @@ def data(source: Conversion) -> None:
     parts = _parts(source, splits[0])
     if all(share == 1 for _, _, _, share in parts):
         if parts:
-            paths = [_place(source, *place) for *place, _ in parts]
+            paths = [place_of(source, *place) for *place, _ in parts]
             source.set("data.paths", paths, "dataset_name")
     else:
         _mixture(source, kind, parts)
     names = {name: configuration for name, configuration, _, _ in parts}
     if parts and is_evaluated and len(splits) > 1 and not source.given("dataset_mixture"):
-        held_out = [_place(source, *each, splits[1]) for each in names.items()]
+        held_out = [place_of(source, *each, splits[1]) for each in names.items()]
         source.set("data.held_out_paths", held_out, "dataset_name")
     if source.given("dataset_text_field"):
         is_same = source.get("dataset_text_field") in ("text", "messages")
@@ -180,7 +180,7 @@ def _part(entry: Mapping[str, Any]) -> Part:
     return str(name), str(configuration or "default"), split, 1.0 if share is None else share
 
 
-def _place(source: Conversion, name: str, configuration: str, split: str) -> str:
+def place_of(source: Conversion, name: str, configuration: str, split: str) -> str:
     """Return where a data set lies: a folder, or the Parquet files of the hub."""
     is_local = (source.folder / name).exists() or not is_hub_name(name)
     return name if is_local else PARQUET.format(name, configuration, split)
@@ -192,7 +192,7 @@ def _mixture(source: Conversion, kind: str, parts: list[Part]) -> None:
     sources = {
         f"part_{number}": {
             "kind": kind,
-            "paths": [_place(source, name, configuration, split)],
+            "paths": [place_of(source, name, configuration, split)],
             "epochs": round(float(share) * passes, 6),
         }
         for number, (name, configuration, split, share) in enumerate(parts, 1)
