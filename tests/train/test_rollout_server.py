@@ -32,6 +32,9 @@ class OneRank:
     def broadcast_from_first(self, value: Any) -> Any:
         return value
 
+    def any(self, flag: bool) -> bool:
+        return flag
+
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompletionServer]:

@@ -60,8 +60,18 @@ class Generation:
         )
 
 
+PASSES = 64
+"""Forward passes between two times at which the ranks wait for each other, so that none of them is
+silent for long.
+"""
+
+
 def drop(row: RolloutRow, completion: Completion) -> None:
     """Keep nothing of an answer that has ended."""
+
+
+def be_silent(doing: str) -> None:
+    """Tell nobody what is done."""
 
 
 def generate(
@@ -71,12 +81,14 @@ def generate(
     sampler: Sampler,
     settings: Generation,
     keep: Callable[[RolloutRow, Completion], None] = drop,
+    beat: Callable[[str], None] = be_silent,
 ) -> list[Completion]:
     """Return the answers of all rows, in their order; on all ranks together.
 
     Args:
         keep: Called with each answer as soon as it has ended, on the ranks that generate it: all
             ranks of a tensor group.
+        beat: Called on all ranks every few seconds with what is being done.
     """
     data, tensor = engine.mesh.data, engine.mesh.tensor
     own = range(data.index, len(rows), data.size)
@@ -88,9 +100,12 @@ def generate(
         torch.compiler.set_stance("force_eager"),
         engine.whole_weights() if held else nullcontext(),
     ):
-        # Without whole weights each pass gathers them, so ranks that are done go on with the rest.
-        while batch.has_work if held else process.any(batch.has_work):
-            batch.advance()
+        while process.any(batch.has_work):
+            beat(f"sampling, {batch.left:,} answers left")
+            # Each pass gathers weights that are not held, so ranks that are done go on passing.
+            for _ in range(PASSES if held else 1):
+                if batch.has_work or not held:
+                    batch.advance()
     completions = [each.completion() for each in batch.generated]
     found: list[Completion | None] = [None] * len(rows)
     told = (data.index, completions) if tensor.is_first else None
@@ -153,8 +168,13 @@ class _Batch:
         """Column of the next token."""
 
     @property
+    def left(self) -> int:
+        """Number of answers that have not ended."""
+        return len(self._waiting) + len(self._active)
+
+    @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._active)
+        return self.left > 0
 
     def advance(self) -> None:
         """Make one forward pass: over prompts if a slot is free, else over each last token."""

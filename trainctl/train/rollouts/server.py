@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import asdict, replace
 from functools import partial
 from http.client import HTTPException
@@ -38,7 +38,7 @@ from trainctl.train.checkpoint.save import rank_part, write_checkpoint
 from trainctl.train.export.directory import export
 from trainctl.train.models.model import TORCH_TYPES
 from trainctl.train.rollouts import Completion, RolloutRow
-from trainctl.train.rollouts.generate import Generation, drop
+from trainctl.train.rollouts.generate import Generation, be_silent, drop
 from trainctl.train.rollouts.sampling import Sampler
 from trainctl.train.session import Session
 
@@ -49,6 +49,9 @@ KEY_VARIABLE = "VLLM_API_KEY"
 
 SECONDS = 600.0
 """Longest time of a request: an answer that waits for others, or the reading of weights."""
+
+POLL_SECONDS = 1.0
+"""Longest time for which the ranks wait for the first one without a sign of life."""
 
 PAUSES = 1.0, 4.0, 16.0
 """Seconds before each further attempt of a request that did not reach the server, or that it was
@@ -68,17 +71,22 @@ class RolloutServer:
         self._url, self._process, self._at_once = url.rstrip("/"), process, at_once
         self._model, self._step = "", -1
 
-    def send_weights(self, session: Session) -> None:
+    def send_weights(self, session: Session, beat: Callable[[str], None] = be_silent) -> None:
         """Write the weights and let the server read them, unless it has those of this step; on all
         ranks together.
+
+        Args:
+            beat: Called on all ranks every few seconds with what is being done.
 
         Raises:
             TrainctlError: They cannot be written, or the server does not read them; on all ranks.
         """
         if session.progress.step == self._step:
             return
-        out = write_weights(session)
-        on_first_rank(self._process, partial(self._load, out))
+        out = write_weights(session, beat)
+        on_first_rank(
+            self._process, partial(self._load, out), partial(beat, "the server reads the weights")
+        )
         self._step = session.progress.step
 
     def _load(self, folder: Path) -> None:
@@ -96,11 +104,13 @@ class RolloutServer:
         sampler: Sampler,
         settings: Generation,
         keep: Callable[[RolloutRow, Completion], None] = drop,
+        beat: Callable[[str], None] = be_silent,
     ) -> list[Completion]:
         """Return the answers of all rows, in their order; on all ranks together.
 
         Args:
-            keep: Called on the first rank with each answer as soon as it has ended.
+            keep: Called on the first rank, in a thread, with each answer as soon as it has ended.
+            beat: Called on all ranks every few seconds with what is being done.
 
         Raises:
             TrainctlError: The server does not answer, or not with what is asked; on all ranks.
@@ -120,7 +130,7 @@ class RolloutServer:
                     pool.shutdown(cancel_futures=True)
             return [found[index] for index in range(len(rows))]
 
-        return on_first_rank(self._process, ask_all)
+        return on_first_rank(self._process, ask_all, partial(beat, "the server samples"))
 
     def _complete(self, sampler: Sampler, settings: Generation, row: RolloutRow) -> Completion:
         place = f"{sampler.seed} {row.number} {row.sample}".encode()
@@ -212,7 +222,7 @@ def _hint_for(path: str, code: int) -> str:
     return "its log says more"
 
 
-def write_weights(session: Session) -> Path:
+def write_weights(session: Session, beat: Callable[[str], None] = be_silent) -> Path:
     """Write the current weights as a directory that transformers loads; on all ranks together.
 
     They pass through a weights-only checkpoint, which knows no layout and merges adapters. The
@@ -245,16 +255,23 @@ def write_weights(session: Session) -> Path:
     part = rank_part(session.state, session.saved_buffers, dtype)
     once = replace(config.checkpoint, mirror=None)
     saved = write_checkpoint(place, process, part, facts, once)
-    on_first_rank(process, partial(export, config, saved, out, dtype=dtype))
+    doing = partial(beat, "writing weights for the server")
+    on_first_rank(process, partial(export, config, saved, out, dtype=dtype), doing)
     return out
 
 
-def on_first_rank(process: Process, work: Callable[[], Result]) -> Result:
-    """Return the result of the first rank's work, or raise its error, on all ranks together."""
+def on_first_rank(process: Process, work: Callable[[], Result], beat: Callable[[], None]) -> Result:
+    """Return the result of the first rank's work, or raise its error, on all ranks together.
+
+    The work is done in a thread, so that no rank is silent meanwhile.
+    """
     result, problem = None, None
-    if process.is_first:
+    with ThreadPoolExecutor(1) as pool:
+        futures = [pool.submit(work)] if process.is_first else []
+        while process.any(bool(wait(futures, POLL_SECONDS).not_done)):
+            beat()
         try:
-            result = work()
+            result = futures[0].result() if futures else None
         except TrainctlError as error:
             problem = error
     result, problem = process.broadcast_from_first((result, problem))

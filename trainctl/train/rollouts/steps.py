@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -367,7 +368,7 @@ class RolloutData:
         if not rows:
             return []
         session, section = self._session, self._section
-        self._journal.beat(Phase.evaluate, f"sampling {len(rows):,} answers")
+        beat = partial(self._journal.beat, Phase.evaluate)
 
         def keep(row: RolloutRow, answer: Completion) -> None:
             if writer is not None and session.mesh.tensor.is_first:
@@ -376,12 +377,12 @@ class RolloutData:
         sampler = Sampler(
             session.plan.config.training.seed, section.temperature, section.top_p, section.top_k
         )
-        how = rows, sampler, self._generation, keep
+        how = rows, sampler, self._generation, keep, beat
         with session.engine.times.plain_part("rollout"):
             if self._server is None:
                 found = generate(session.engine, session.process, *how)
             else:
-                self._server.send_weights(session)
+                self._server.send_weights(session, beat)
                 found = self._server.generate(*how)
         return [_fields(each) for each in found]
 
