@@ -17,7 +17,7 @@ PROMISED = (
     "sft-tiny sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g sft-70b-qlora-1x80g "
     "reward-tiny reward-8b-8x80g classify-tiny classify-0.6b-1x24g "
     "contrastive-tiny contrastive-7b-lora-8x80g "
-    "dpo-8b-lora kto-tiny masked-tiny distill-tiny distill-1b-8x80g"
+    "dpo-8b-lora kto-tiny masked-tiny distill-tiny distill-1b-8x80g grpo-tiny grpo-8b-8x80g"
 )
 DEVICES = {
     "tiny": 2,
@@ -39,6 +39,8 @@ DEVICES = {
     "contrastive-tiny": 2,
     "contrastive-7b-lora-8x80g": 8,
     "distill-tiny": 2,
+    "grpo-tiny": 2,
+    "grpo-8b-8x80g": 8,
     "distill-1b-8x80g": 8,
     "sft-8b-lora-1x24g": 1,
     "sft-8b-full-8x80g": 8,

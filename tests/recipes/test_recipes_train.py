@@ -71,6 +71,13 @@ def data_of(name: str, folder: Path) -> list[str]:
         rows = ({"text": f"{n} is", "label": ["even", "odd"][n % 2]} for n in range(200))
         texts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         return [f"data.paths=[{texts}]"]
+    if name.startswith("grpo-"):
+        prompts = folder / "prompts.jsonl"
+        rows = ({"prompt": f"{n}+{n}=", "answer": n + n} for n in range(40))
+        prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        sizes = ("samples=2", "max_prompt_tokens=16", "max_answer_tokens=16", "updates=1")
+        section = [f"objective.{each}" for each in sizes]
+        return [*section, f"data.paths=[{prompts}]", "data.as_message=false"]
     if name not in ("dpo-8b-lora", "reward-tiny"):
         return ["data=stdlib", "data.max_bytes=1000000"]
     pairs = folder / "pairs.jsonl"

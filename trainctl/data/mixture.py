@@ -11,6 +11,7 @@ from functools import partial
 from trainctl.config.schema import RunConfig, SourceConfig
 from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
 from trainctl.errors import Finding, Severity
+from trainctl.options.objective.grpo import answers_per_prompt
 from trainctl.plans.mixture import (
     DataStage,
     samples_in,
@@ -118,7 +119,8 @@ def plan_data(plan: RunPlan, counts: Mapping[str, SourceLength]) -> DataPlan:
     if too_short:
         return DataPlan(stages=(), run={}, counts=counts, problems=tuple(too_short))
     order = sample_order(plan, tokens)
-    uses = tuple(_stage_use(order, stage, tokens) for stage in stages)
+    repeats = answers_per_prompt(plan.config.objective)
+    uses = tuple(_stage_use(order, stage, tokens, repeats) for stage in stages)
     everything = sum(stage.tokens for stage in uses)
     run: dict[str, SourceUse] = {}
     for name in tokens:
@@ -145,7 +147,10 @@ def _tokens_of_epoch(tokens: Mapping[str, int], length: int) -> dict[str, int]:
     return {name: samples_in(count, length) * length for name, count in tokens.items()}
 
 
-def _stage_use(order: SampleOrder, stage: DataStage, tokens: Mapping[str, int]) -> StageUse:
+def _stage_use(
+    order: SampleOrder, stage: DataStage, tokens: Mapping[str, int], repeats: int
+) -> StageUse:
+    """Return what a stage draws from each source, each sample `repeats` times."""
     length = stage.sequence_length
     before = order.draws_before(stage.first_sample)
     after = order.draws_before(stage.first_sample + stage.samples)
@@ -163,7 +168,7 @@ def _stage_use(order: SampleOrder, stage: DataStage, tokens: Mapping[str, int]) 
                 tokens=samples * length,
                 samples=samples,
                 share=samples / stage.samples,
-                epochs=samples / samples_in(tokens[name], length),
+                epochs=samples / repeats / samples_in(tokens[name], length),
             )
             for name, samples in drawn.items()
             if samples

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from trainctl.config.schema import ObjectiveConfig
 from trainctl.config.schema.option import option
 from trainctl.options.data import SampleKind
 from trainctl.options.objective import RECORDS, Objective
@@ -135,6 +136,11 @@ class GrpoConfig(RewardsConfig):
         "Largest importance weight of a token, which corrects that difference.",
         minimum=1,
     )
+
+
+def answers_per_prompt(section: ObjectiveConfig) -> int:
+    """Return how many samples of a run a sample of its corpus makes: the answers to a prompt."""
+    return section.samples if isinstance(section, GrpoConfig) else 1
 
 
 def measures_of(section: GrpoConfig) -> tuple[str, ...]:

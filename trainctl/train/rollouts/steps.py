@@ -51,7 +51,7 @@ from trainctl.train.rollouts.sampling import Sampler
 from trainctl.train.rollouts.server import RolloutServer
 from trainctl.train.session import Session
 
-WIDTH_MULTIPLE = 64
+WIDTH_MULTIPLE = 16
 """Divisor of the padded length of rows, in tokens: kernels and tensor ranks like round lengths."""
 
 HELD_OUT_NUMBER = 1 << 62
@@ -228,7 +228,7 @@ class RolloutData:
             measures: Measures of the step's objective.
 
         Raises:
-            TrainctlError: They differ by more than `objective.mismatch_limit` (exit code 5).
+            TrainctlError: They differ by more than `objective.mismatch_limit` (exit code 6).
         """
         found, limit = measures["mismatch"], self._section.mismatch_limit
         if found > limit:
