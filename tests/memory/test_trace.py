@@ -101,6 +101,8 @@ def test_the_closed_form_is_what_a_trace_finds(family: str, attention: str, tmp_
         "starcoder2",
         "cohere",
         "glm",
+        "bert",
+        "modernbert",
     ],
 )
 def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_path: Path) -> None:
@@ -108,15 +110,15 @@ def test_other_architectures_are_traced_as_autograd_finds_them(kind: str, tmp_pa
     import torch
     import transformers
 
+    from trainctl.train.models.encoders import auto_class
     from trainctl.train.models.model import blocks
     from trainctl.train.models.trace import trace
 
     # phi3's default padding token lies outside a small vocabulary.
     model = _directory(tmp_path, kind, pad_token_id=0)
     traced = trace(_config(model))
-    real = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16
-    ).train()
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    real = auto_class(config).from_config(config, dtype=torch.bfloat16).train()
     assert traced.anatomy.total == sum(tensor.numel() for tensor in real.parameters())
 
     weights = {tensor.untyped_storage().data_ptr() for tensor in real.parameters()}

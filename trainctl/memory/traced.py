@@ -17,7 +17,7 @@ from trainctl.models.tracing import known_trace, trace_in_child
 from trainctl.plans.shapes import count_parameters
 from trainctl.plans.types import LayoutPlan
 
-FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe")
+FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe", "intermediate", "output")
 ATTENTION = ("attn", "attention")
 """Substrings of the names that architectures give to the children of a block."""
 
@@ -26,9 +26,9 @@ def block_part(name: str) -> str:
     """Return the field of `BlockActivations` that a child of a block counts to, by its name."""
     if "norm" in name:  # post_attention_layernorm contains "attention" too
         return "norms"
-    if any(word in name for word in FEED_FORWARD):
-        return "feed_forward"
-    return "attention" if any(word in name for word in ATTENTION) else "norms"
+    if any(word in name for word in ATTENTION):
+        return "attention"
+    return "feed_forward" if any(word in name for word in FEED_FORWARD) else "norms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import AutoModelForCausalLM
 
 from trainctl.config.schema import RunConfig
 from trainctl.migration.checkpoints.source import open_source
@@ -26,6 +25,7 @@ from trainctl.train.export.check import (
     compare,
     rounding_to,
 )
+from trainctl.train.models.encoders import auto_class
 from trainctl.train.models.model import skeleton, with_portable_attention
 
 
@@ -57,7 +57,9 @@ class _DcpTarget(TransformersTarget):
 
     def _load(self, case: ExportCase, **trusts: bool) -> Any:
         shape = skeleton(with_portable_attention(case.config.model), torch.float32).config
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, **trusts)
+        has_score = case.config.model.score_outputs is not None
+        kind = auto_class(shape, has_score=has_score)
+        model = kind.from_config(shape, dtype=torch.float32, **trusts)
         weights = model.state_dict()
         dcp.load({"model": weights}, checkpoint_id=str(case.out), no_dist=True)
         return model.eval()
