@@ -260,7 +260,7 @@ def test_a_key_that_names_a_place_takes_no_address(override: str) -> None:
     assert "/mnt/nvme" in problem.hint if "file:" in override else "of this machine" in problem.hint
 
 
-@pytest.mark.parametrize("name", ["ppo", "KTO", "rewards"])
+@pytest.mark.parametrize("name", ["ppo", "BCO", "rloo"])
 def test_an_objective_that_is_not_there_is_near_to_none(name: str) -> None:
     (problem,) = problems(f"objective={name}")
     assert problem.hint == f"trainctl does not have {name}. options of objective: " + ", ".join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainctl.config.compose import compose
+from trainctl.errors import TrainctlError
 
 
 @pytest.mark.parametrize(
@@ -17,5 +18,11 @@ from trainctl.config.compose import compose
     ],
 )
 def test_the_range_of_a_shared_key_is_the_chosen_kinds(overrides, message):
-    found = [each for each in compose(overrides).findings if each.key == "objective.beta"]
-    assert [each.message for each in found if each.is_error] == ([message] if message else [])
+    if not message:
+        assert not [each for each in compose(overrides).findings if each.is_error]
+        return
+    with pytest.raises(TrainctlError) as refused:
+        compose(overrides)
+    assert [(each.key, each.message) for each in refused.value.findings if each.is_error] == [
+        ("objective.beta", message)
+    ]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainctl.data.packing import conversation_pieces, document_pieces, pack_pieces
+from trainctl.data.packing import answer_bins, conversation_pieces, document_pieces, pack_pieces
 from trainctl.data.token_arrays import LossMask
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
@@ -22,6 +22,23 @@ def one_by_one(lengths, length):
             rooms.remove(min(fits))
         rooms.append((min(fits) if fits else length) - size)
     return sorted(rooms)
+
+
+def test_an_answer_has_its_own_bin_although_another_one_holds_it_too():
+    """Records with prompts of 1, 2 and 3 tokens, and one that was not encoded."""
+    marks = [0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1]
+    ids = np.array([7 + (mark << 15) for mark in marks], "<u2")
+    ends = np.array([3, 7, 7, 12])
+    bins, counts = answer_bins(ends, 10, LossMask(ids))
+    assert [bins.pieces(number) for number in range(3)] == [
+        ([0, 0, 10], [3, 1, 2]),
+        ([3, 3, 1], [4, 2, 2]),
+        ([7, 7, 5], [5, 3, 2]),
+    ]
+    assert [bins.bin_of(token) for token in range(12)] == [0] * 3 + [1] * 4 + [2] * 5
+    assert counts["dropped_unwritten"] == 1 and counts["dropped_too_long"] == 0
+    fewer, counts = answer_bins(ends, 9, LossMask(ids))
+    assert len(fewer) == 2 and counts["dropped_too_long"] == 1
 
 
 @given(LENGTHS, st.integers(1, 16))

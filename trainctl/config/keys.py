@@ -325,7 +325,7 @@ def _collect_leaves(config: Any, prefix: str, table: dict[str, Leaf]) -> None:
 def _collect_units(group: str, default: str, table: dict[str, Leaf]) -> None:
     """Add the keys of all kinds of a group, the default kind's first and with its description.
 
-    A key has a range if all kinds that have it agree; `compose` checks the chosen kind's own.
+    A key has the widest of its kinds' ranges; `compose` checks the chosen kind's own.
     """
     found = {kind: keys_of(group, kind) for kind in dict.fromkeys([default, *list_kinds(group)])}
     having: dict[str, list[str]] = {}
@@ -336,7 +336,14 @@ def _collect_units(group: str, default: str, table: dict[str, Leaf]) -> None:
         leaf = found[kinds[0]][key]
         ranges = [[found[kind][key].metadata.get(name) for name in RANGE] for kind in kinds]
         if any(each != ranges[0] for each in ranges):
-            leaf = replace(leaf, metadata={**leaf.metadata, **dict.fromkeys(RANGE)})
+            lows: list[Any] = [above if least is None else least for least, _, above in ranges]
+            mosts: list[Any] = [most for _, most, _ in ranges]
+            widest = {
+                "minimum": None if None in lows else min(lows),
+                "maximum": None if None in mosts else max(mosts),
+                "above": None,
+            }
+            leaf = replace(leaf, metadata={**leaf.metadata, **widest})
         table[key] = leaf if len(kinds) == len(found) else replace(leaf, kinds=tuple(sorted(kinds)))
 
 

@@ -90,7 +90,8 @@ class Bins:
         found = np.flatnonzero((self.starts <= token) & (token < self.starts + self.lengths))
         if not len(found):
             return None
-        return int(np.searchsorted(self.firsts, found[0], side="right")) - 1
+        whole = found[self.starts[found].argmin()]  # not the piece beside another record's prompt
+        return int(np.searchsorted(self.firsts, whole, side="right")) - 1
 
 
 def document_pieces(ends: npt.NDArray[np.integer], length: int) -> Pieces:
