@@ -12,7 +12,8 @@ from plan_cases import config_with
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from trainctl.config.schema import AttentionKind, ModelConfig
+from trainctl.config.registry import new_section
+from trainctl.config.schema import AttentionKind, ModelConfig, RunConfig
 from trainctl.options.model import families
 from trainctl.plans.flops import (
     attention_products,
@@ -118,3 +119,11 @@ def test_frozen_weights_save_their_gradients() -> None:
     lora = config_with(model__num_layers=4, adapter__kind="lora")
     added = trainable(lora).trained_elements
     assert flops_of_run(lora, 64) == whole - 2 * matrices + 6 * added
+
+
+def test_embeddings_take_a_second_forward_pass_and_no_head():
+    config = RunConfig()
+    once = flops_of_run(config, 64)
+    config.objective = new_section("objective", "contrastive")
+    head = config.model.vocab_size * config.model.hidden_size
+    assert flops_of_run(config, 64) == once + once // 3 - 8 * head

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from trainctl.config.registry import new_section
 from trainctl.engines.first_pass import FirstPass
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
+from trainctl.engines.protocol import same_randomness
 from trainctl.options.objective.contrastive import Pooling
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.records import read_events
@@ -111,6 +112,12 @@ def test_micro_batches_do_not_change_loss_and_gradient(symmetric):
     torch.testing.assert_close(losses[:5], expected.detach())
     assert losses[5] == 0 and gradient.isfinite().all()
     torch.testing.assert_close(gradient, projection.grad)
+
+
+def test_both_passes_draw_the_same_dropout():
+    with same_randomness(torch.device("cpu")):
+        first = torch.rand(4)
+    assert torch.equal(torch.rand(4), first)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from trainctl.runs.layout import RunPaths
 
 
 @contextmanager
-def _same_randomness(device: torch.device) -> Iterator[None]:
+def same_randomness(device: torch.device) -> Iterator[None]:
     """Run the block, and let what follows draw the same random numbers (dropout)."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
@@ -298,7 +298,7 @@ class Engine(ABC):
         if self.objective.passes == 1:
             own = self.run(batches, max(1.0, num_labels)).tolist()
         else:
-            with self.times.part("forward"), _same_randomness(self._process.device):
+            with self.times.part("forward"), same_randomness(self._process.device):
                 first = self._first_pass(batches)
             self.run(first.with_gradients(batches), max(1.0, num_labels))
             loss, *measures = first.sums()

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.models.anatomy import Role
-from trainctl.options.objective import objective_of
+from trainctl.options.objective import HIDDEN_STATES, objective_of
 from trainctl.plans.shapes import (
     all_tensors,
     anatomy,
@@ -68,16 +68,19 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 def flops_of_run(config: RunConfig, sequence_length: int) -> int:
     """Return the floating point operations of a run per token, less those saved by frozen weights.
 
-    An objective with two passes runs the forward pass twice, on any layout.
+    An objective with two passes runs the forward pass twice, on any layout. One that reads hidden
+    states runs no output projection.
 
     `sequence_length` is the number of tokens that attend to each other.
     """
-    model = config.model
-    if objective_of(config.objective).passes == 2:
-        return (
-            _trained_flops(config, sequence_length) + flops_per_token(model, sequence_length) // 3
-        )
-    return _trained_flops(config, sequence_length)
+    objective = objective_of(config.objective)
+    forward = flops_per_token(config.model, sequence_length) // 3
+    total = _trained_flops(config, sequence_length) + (objective.passes - 1) * forward
+    if objective.reads != HIDDEN_STATES:
+        return total
+    read = anatomy(config.model)
+    head = head_tensor(config.model).numel if read is None else read.head
+    return total - head * ((4 if is_partial(config) else 6) + 2 * (objective.passes - 1))
 
 
 def _trained_flops(config: RunConfig, sequence_length: int) -> int:

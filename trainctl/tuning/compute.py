@@ -27,6 +27,7 @@ from trainctl.memory.stages import pipeline_stages
 from trainctl.models.anatomy import Anatomy, Parameter, Role
 from trainctl.options.activation_checkpointing import checkpointing_of
 from trainctl.options.model import spec_of
+from trainctl.options.objective import HIDDEN_STATES, objective_of
 from trainctl.options.precision import is_emulated, precision_of
 from trainctl.plans import shapes
 from trainctl.plans.flops import attention_products
@@ -205,6 +206,8 @@ def _traffic_bytes(config: RunConfig, tensor: int) -> float:
 def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> float:
     """Return the seconds per micro-batch in the output projection and the loss, both passes."""
     model, kind = config.model, config.kernels.cross_entropy
+    if objective_of(config.objective).reads == HIDDEN_STATES:
+        return 0.0
     logits = tokens * (model.score_outputs or model.vocab_size / tensor)
     product = 2 * logits * model.hidden_size / speed.wide_products
     passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # the loss recomputes its chunks
