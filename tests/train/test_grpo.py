@@ -132,6 +132,11 @@ def test_losses_and_gradients_match_trl(name: str):
     (loss / ANSWERS).backward()
     assert loss.item() / ANSWERS == pytest.approx(expected.item(), rel=1e-6), name
     torch.testing.assert_close(logs.grad, gradient, rtol=1e-5, atol=1e-8)
+    if name == "importance":
+        difference = (old - sampled)[mask.bool()]
+        kl = float((difference.exp() - 1 - difference).mean())
+        share = float((difference.abs() > section.mismatch_limit).float().mean())
+        assert measures[:, -2:].mean(dim=0).tolist() == pytest.approx([kl, share], rel=1e-5)
     recorded = trainer._metrics["train"]
     (clipped,) = recorded["clip_ratio/region_mean"]
     assert float(measures[:, 3].mean()) == pytest.approx(clipped, rel=1e-5)

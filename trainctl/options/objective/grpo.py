@@ -148,11 +148,12 @@ def measures_of(section: GrpoConfig) -> tuple[str, ...]:
 
     Absolute difference of log-probabilities between rollout and trainer, importance weight,
     negative log-probability (an estimate of the entropy), share of tokens whose ratio is clipped,
-    and KL divergence to the reference.
+    KL divergence to the reference, KL divergence of trainer and rollout, and share of tokens whose
+    difference is above `mismatch_limit`.
     """
     names = ["mismatch", "importance", "entropy"]
     names += ["clipped"] * (section.updates > 1) + ["kl"] * (section.kl_weight > 0)
-    return tuple(names)
+    return (*names, "mismatch_kl", "mismatch_share")
 
 
 SPEC = Objective(

@@ -55,6 +55,9 @@ def grpo(config: GrpoConfig, seen: SeenTokens) -> Measured:
         divergence = log_reference.exp() - log_reference - 1
         losses = losses + config.kl_weight * divergence
         measures["kl"] = divergence.detach()
+    # The estimate k3 of KL(rollout, trainer), http://joschu.net/blog/kl-approx.html.
+    measures["mismatch_kl"] = difference.exp() - 1 - difference
+    measures["mismatch_share"] = (difference.abs() > config.mismatch_limit).float()
     means = {n: _sums(each, counted) / stored["mean_tokens"] for n, each in measures.items()}
     return _sums(losses, counted) / stored["divisors"], means
 
