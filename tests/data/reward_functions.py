@@ -28,7 +28,7 @@ def misbehave(prompt: str, answer: str, columns: Mapping[str, Any]) -> Any:
         case "die":
             os._exit(7)
         case "hang":
-            subprocess.Popen(["sleep", "600"])
+            subprocess.Popen(["sleep", "60"])
             Path(columns["pid_file"]).write_text(str(os.getpid()))
             time.sleep(600)
         case "fill":

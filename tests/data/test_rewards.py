@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainctl.cli.record_lines import record_lines
 from trainctl.config.registry import function_of, part_class
 from trainctl.data.rewards import RewardProcesses, SampledAnswer, weighted_sum
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.reward import RewardsConfig, RewardSection
 from trainctl.options.reward.exact_answer import final_answer
+from trainctl.runs.records import EventWriter, read_events
 
 
 def reward(kind: str, **keys: Any) -> Any:
@@ -85,7 +91,7 @@ def test_a_bad_function_is_a_record_and_the_next_answer_is_scored(
     assert found == [5.0, *[0.0] * 7, None, 5.0, 0.0]
     assert again == [{"bad": 5.0}]
     assert {kind for kind, _ in records} == {"reward_failed"}
-    reasons = {fields["row"]: fields["reason"] for _, fields in records}
+    reasons = {fields["first_answer"]: fields["reason"] for _, fields in records}
     assert sorted(reasons) == [1, 2, 3, 4, 5, 6, 7, 10]  # None is no failure
     assert "ValueError: no answer to" in reasons[1]
     assert "reward_functions.py:" in reasons[1]
@@ -111,15 +117,17 @@ def is_running_in_group(group: int) -> bool:
     return False
 
 
-def test_same_failures_are_one_record(in_folder: Path) -> None:
+def test_same_failures_are_one_record_that_is_shown(in_folder: Path, tmp_path: Path) -> None:
     rewards = {"bad": reward("function", call="reward_functions:misbehave")}
-    records: list[dict[str, Any]] = []
-    with RewardProcesses(
-        section(rewards), lambda kind, **fields: records.append(fields)
-    ) as started:
-        started.score([SampledAnswer("p", "exit", {}, n) for n in range(5)])
-    (record,) = records
-    assert (record["reward"], record["row"], record["count"], record["answers"]) == ("bad", 0, 5, 5)
+    with EventWriter(tmp_path / "events.jsonl", 1) as events:
+        with RewardProcesses(section(rewards), events.write) as started:
+            started.score([SampledAnswer("p", "exit", {}, n) for n in range(5)], step=7)
+            started.score([SampledAnswer(str(n), "raise", {}, n) for n in range(30)])
+    first, *others = read_events(tmp_path / "events.jsonl")
+    assert (first["reward"], first["first_answer"], first["count"]) == ("bad", 0, 5)
+    (line,) = record_lines(first, stop_step=9)
+    assert line.startswith("step 7: the reward bad failed for 5 of 5 answers: SystemExit: 3")
+    assert len(others) == 10
 
 
 @pytest.mark.parametrize(
@@ -148,6 +156,39 @@ def test_processes_end_with_the_context(in_folder: Path) -> None:
         (pid,) = [process._process.pid for process in started._processes]
         assert Path(f"/proc/{pid}").exists()
     assert not Path(f"/proc/{pid}").exists()
+
+
+_HANGS = """
+from trainctl.config.registry import part_class
+from trainctl.data.rewards import RewardProcesses, SampledAnswer
+from trainctl.options.reward import RewardsConfig, RewardSection
+chosen = part_class(RewardSection, "function")(kind="function", call="reward_functions:misbehave")
+with RewardProcesses(RewardsConfig(rewards={"bad": chosen}, reward_timeout=600), print) as started:
+    started.score([SampledAnswer("", "hang", {"pid_file": "PID_FILE"}, 1)])
+"""
+
+
+def test_a_hanging_reward_ends_with_its_rank(in_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = _HANGS.replace("PID_FILE", str(file))
+    with subprocess.Popen([sys.executable, "-c", code], cwd=in_folder) as rank:
+        wait_until(lambda: file.exists() and bool(file.read_text()))
+        rank.kill()
+    wait_until(lambda: not is_running(int(file.read_text())))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

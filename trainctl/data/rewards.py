@@ -45,6 +45,9 @@ _START_SECONDS = 120.0
 _EXCERPT = 200
 """Maximum characters of a prompt and of a reason in a record."""
 
+_MOST_RECORDS = 10
+"""Maximum records of a step: a reason may name the answer, and then each has one of its own."""
+
 _COMMAND = "from trainctl.data.rewards import serve; serve({}, {})"
 
 
@@ -100,7 +103,8 @@ class RewardProcesses:
         """Return the rewards of each answer by their names, in the order of the answers.
 
         A reward is None if it does not apply to the answer, and 0 if it has failed. For failures of
-        one reward for the same reason, a record names the first answer and counts all.
+        one reward for the same reason, a record names the first answer and counts all; the most
+        frequent reasons have one.
 
         Args:
             step: Optimizer step that learns from the answers, for the records.
@@ -120,13 +124,14 @@ class RewardProcesses:
             for name, reason in found.items():
                 if isinstance(reason, str):
                     failures.setdefault((name, reason), []).append(row)
-        for (name, reason), rows in failures.items():
+        most_frequent = sorted(failures.items(), key=lambda each: -len(each[1]))
+        for (name, reason), rows in most_frequent[:_MOST_RECORDS]:
             self._record(
                 "reward_failed",
                 step=step,
                 reward=name,
                 reason=redact_text(reason[:_EXCERPT]),
-                row=rows[0],
+                first_answer=rows[0],
                 prompt=redact_text(answers[rows[0]].prompt[:_EXCERPT]),
                 count=len(rows),
                 answers=len(answers),
