@@ -77,6 +77,14 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
         "model__tie_word_embeddings": False,  # then the head has no gradient
     },
     "contrastive, bert": {"objective__pooling": "first"},
+    "grpo": {
+        "objective__samples": 4,
+        "objective__max_prompt_tokens": 32,
+        "objective__max_answer_tokens": 16,
+        "objective__normalize_by": "tokens",
+        "objective__updates": 2,
+        "objective__rewards": {"short": {"kind": "length", "most_tokens": 16, "soft_tokens": 15}},
+    },
     "masked, bert": {"data__mask_documents": True},
     "masked, modernbert": {"data__mask_documents": True},
 }
@@ -109,12 +117,17 @@ def _steps(a: int, b: int) -> dict[str, Any]:
     return {"prompt": f"add {a} and {b}", "completions": steps, "labels": [True, a % 2 == 0]}
 
 
+def _prompt(a: int, b: int) -> dict[str, Any]:
+    return {"prompt": f"{a}+{b}=", "answer": a + b}
+
+
 SOURCES: Mapping[SampleKind, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     SampleKind.pairs: ("preferences", _pair),
     SampleKind.answers: ("answers", _answer),
     SampleKind.similar: ("similar", _similar),
     SampleKind.labelled: ("labelled", _labelled),
     SampleKind.steps: ("steps", _steps),
+    SampleKind.prompts: ("prompts", _prompt),
 }
 """The data source of each kind of records, and a record about two numbers."""
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fork_server import RanksFailed
 from grpo_kills import BATCH, SAMPLES, sampling, trial, whole_run, write_prompts
 from rank_processes import Case, curve, tiny_plan, train_cases, trained
 
@@ -24,7 +25,7 @@ from trainctl.runs.rollouts import read_rollouts, rollout_steps
 from trainctl.train.models.model import skeleton
 from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.objectives.grpo import advantages_of, divisors_of
-from trainctl.train.rollouts.kept import read_answers
+from trainctl.train.rollouts.kept import AnswerWriter, drop_phases, folder_name, read_answers
 
 ANSWERS, LENGTH, LONGEST = 6, 9, 12
 ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4, "objective__kl_weight": 0.1}
@@ -275,3 +276,38 @@ def as_trl(folder: Path) -> dict[str, list]:
             fields["rewards"]["digit"] + 0.5 * fields["rewards"]["short"] for _, fields in answers
         ],
     }
+
+
+def test_a_line_that_a_kill_cut_off_is_left_out_and_the_next_is_read(tmp_path):
+    folder = tmp_path / folder_name(4, {"weights": [1.0, 2.0]})
+    ids, logs = np.array([5, 256]), np.array([-0.1, -1e-7], np.float32)
+    writer = AnswerWriter(folder, 0)
+    writer.add((3, 1), ids=ids, sampled=logs, is_finished=True)
+    writer.close()
+    with (folder / "rank-0.jsonl").open("ab") as file:
+        file.write(b'{"prompt": 3, "sample": 2, "ids": "BQ')
+    again = AnswerWriter(folder, 0)
+    again.add((3, 1), rewards={"digit": None})
+    again.close()
+    (key, fields), *others = read_answers(folder).items()
+    assert not others and key == (3, 1) and fields["is_finished"]
+    assert fields["ids"].tolist() == ids.tolist() and fields["rewards"] == {"digit": None}
+    assert fields["sampled"].tobytes() == logs.tobytes()  # the trainer gets the same bits
+
+
+def test_answers_of_other_weights_are_not_used_and_go(tmp_path):
+    one, other = (folder_name(4, {"weights": [number, 2.0]}) for number in (1.0, 1.0 + 2**-52))
+    assert one != other
+    names = [folder_name(2, {}), folder_name(3, {}), one, other, folder_name(5, {}), "notes"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    drop_phases(tmp_path, tmp_path / one, before=3)
+    assert {path.name for path in tmp_path.iterdir()} == {*names} - {names[0], other}
+
+
+@pytest.mark.slow
+def test_a_mismatch_above_its_limit_ends_the_run_with_the_likely_cause(prompts, tmp_path):
+    config = sampling(prompts, zero_stage__stage=0, objective__mismatch_limit=1e-12)
+    with pytest.raises(RanksFailed, match=r"mismatch_limit=1e-12[\s\S]*precision.compute=fp32"):
+        trained(tmp_path / "run", config)
+    assert records(RunPaths(tmp_path / "run"), "step") == []

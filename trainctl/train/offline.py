@@ -195,6 +195,7 @@ def _evaluate(
 ) -> dict[str, Any]:
     from trainctl.data.corpora import unigram_entropy
     from trainctl.data.prepare import load_run_corpora
+    from trainctl.options.data import SampleKind
     from trainctl.options.objective import REFERENCE, objective_of
     from trainctl.options.objective.distill import TEACHER
     from trainctl.train.data import held_out_data
@@ -206,6 +207,12 @@ def _evaluate(
     corpora = load_run_corpora(plan, run)
     datasets = held_out_data(plan, corpora)
     objective = objective_of(plan.config.objective)
+    if objective.takes is SampleKind.prompts:
+        raise TrainctlError(
+            f"objective={objective.name} has no loss of held-out samples",
+            hint=f"trainctl report {run.root.name} shows the rewards of held-out prompts",
+            exit_code=ExitCode.bad_input,
+        )
     if REFERENCE in objective.stored:
         attach_saved_reference(run, corpora, datasets)
     if TEACHER in objective.stored:
