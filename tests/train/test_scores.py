@@ -6,12 +6,16 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fabricated import fabricate
 from rank_processes import (
     SECONDS,
     Case,
@@ -31,12 +35,16 @@ from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.options.objective import objective_of
 from trainctl.options.objective.classify import Labelling
+from trainctl.plans.shapes import all_tensors, count_parameters
+from trainctl.plans.trainable import head_name
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.export.adapter import export_adapter
 from trainctl.train.export.check import check_adapter, check_directory
 from trainctl.train.export.directory import export
-from trainctl.train.models.model import skeleton
+from trainctl.train.models.frozen_base import FullModel, initial_base
+from trainctl.train.models.model import skeleton, whole_pieces
+from trainctl.train.models.weights import SeedWeights
 from trainctl.train.objectives.base import ObjectiveLoss
 
 LENGTH, PAIRS = 64, 40
@@ -330,6 +338,50 @@ def test_a_classifiers_curve_is_that_of_a_plain_loop(tmp_path):
             assert set(one["objective"]) == {"accuracy", "f1", "f1_0", "f1_1", "f1_2"}
 
 
+ALONE: Any = SimpleNamespace(
+    rank=0,
+    world_size=1,
+    is_first=True,
+    gather=lambda value: [value],
+    broadcast_from_first=lambda value: value,
+)
+"""This process, without a process group."""
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3"])
+def test_a_head_is_counted_as_transformers_names_it(family: str) -> None:
+    config = tiny_config(model__family=family)
+    config.model.score_outputs, config.model.tie_word_embeddings = 3, True
+    made = skeleton(config.model, torch.float32)
+    names = {name: tuple(p.shape) for name, p in made.named_parameters()}
+    assert names == {each.name: each.shape for each in all_tensors(config.model)}
+    assert type(made).__name__.endswith("ForSequenceClassification")
+    counted = count_parameters(config.model)
+    assert (counted.head, counted.total) == (3 * 64, sum(p.numel() for p in made.parameters()))
+    assert [piece.is_head for piece in whole_pieces(made).values()].count(True) == 1
+    assert head_name(config.model) == "score.weight"
+
+
+def test_a_new_head_starts_on_any_weights_of_its_decoder(tmp_path: Path) -> None:
+    """From the seed, a run of a language model, and a run of a head of another size."""
+    config = tiny_config()
+    config.model.score_outputs = 3
+    made = skeleton(config.model, torch.float32)
+    whole = FullModel.of(config.model, made)
+    drawn = SeedWeights.of(config.model, made, config.training.seed)
+    for name, outputs in (("language", None), ("reward", 1), ("same", 3)):
+        run = RunPaths(tmp_path / name)
+        fabricate(run, replace(config.model, score_outputs=outputs))
+        config.model.initial_weights = str(run.root)
+        source = initial_base(whole, config, run, ALONE).source
+        for name_of, parameter in made.named_parameters():
+            count = parameter.numel()
+            found = source.read(name_of, parameter.shape, 0, count)
+            seeds = drawn.read(name_of, parameter.shape, 0, count)
+            is_new = name_of == "score.weight" and outputs != 3
+            assert torch.equal(found, seeds) == is_new, (name, name_of)
+
+
 def losses_of(kind: str, scores, labels, documents, targets, **values):
     section = new_section("objective", kind, **values)
     return ObjectiveLoss(section)(scores, labels, {"documents": documents, "targets": targets})
@@ -357,7 +409,7 @@ def test_losses_of_scores_match_their_formulas():
     loss, _ = losses_of("process_reward", scores[:2], labels, documents[:2], steps)
     logits, wanted = scores[[0, 0, 1], [1, 4, 5], 0], torch.tensor([1.0, 0.0, 0.5])
     expected = F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum")
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_f1_follows_from_sums():

@@ -107,6 +107,8 @@ def test_values(keys, ours, value):
         ({"finetuning_type": "full"}, "adapter", "none"),
         ({"stage": "pt"}, "data", "files"),
         ({"stage": "dpo"}, "data", "preferences"),
+        ({"stage": "rm"}, "objective", "reward"),
+        ({"stage": "rm"}, "data", "preferences"),
         ({"stage": "dpo", "pref_loss": "simpo"}, "objective", "simpo"),
         ({"pure_bf16": True}, "precision", "bf16-low-memory"),
         ({"finetuning_type": "full", "fp16": True}, "precision", "fp16"),

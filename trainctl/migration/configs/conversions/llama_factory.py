@@ -132,6 +132,9 @@ def stage(source: Conversion) -> None:
         source.set("objective.beta", beta, "pref_beta")
         for name, key in KTO.items():
             source.set(f"objective.{key}", source.number(name), name)
+    elif kind == "rm":
+        used = set()
+        source.set("objective", "reward", "stage")
     elif kind != "dpo":
         used = set()
         source.set("objective", "next_token", "stage")
@@ -164,8 +167,8 @@ def stage(source: Conversion) -> None:
 
 def data(source: Conversion) -> None:
     """Convert the datasets, by the entries that `dataset_info.json` has for their names."""
-    kinds = {"pt": "files", "dpo": "preferences", "kto": "answers"}
-    kind = kinds.get(str(source.get("stage")), "chat")
+    pairs = dict.fromkeys(("dpo", "rm"), "preferences")
+    kind = ({"pt": "files", "kto": "answers"} | pairs).get(str(source.get("stage")), "chat")
     info = _dataset_info(source)
     part = DataPart(kind=kind)
     for name in _names(source, "dataset"):
