@@ -247,10 +247,15 @@ def _evaluate(
     }
 
 
-def _refuse_encoder(plan: RunPlan, what: str) -> None:
-    """Refuse work on next tokens with an encoder, which predicts none."""
+def _require_next_tokens(plan: RunPlan, what: str) -> None:
+    """Refuse work on next tokens with a model that predicts none."""
     from trainctl.plans.shapes import is_encoder
 
+    if plan.config.model.score_outputs is not None:
+        raise TrainctlError(
+            f"{what}, and objective={plan.config.objective.kind} trains a head that scores texts",
+            hint="trainctl sample RUN TEXT --score; of a reward model also --answer TEXT",
+        )
     if is_encoder(plan.config.model):
         raise TrainctlError(
             f"{what}, and {plan.config.model.name} is an encoder, which predicts hidden tokens",
@@ -288,14 +293,8 @@ def _sample(plan: RunPlan, arguments: argparse.Namespace, progress: Progress) ->
     from trainctl.train.evaluation import prompts_of, sampled_ids
     from trainctl.train.models.loaded import load
 
-    _refuse_encoder(plan, "a text is continued by its next tokens")
+    _require_next_tokens(plan, "a text is continued by its next tokens")
     training = plan.config.training
-    if plan.config.model.score_outputs is not None:
-        raise TrainctlError(
-            f"objective={plan.config.objective.kind} trains a head that scores texts, and gives no "
-            "next token",
-            hint="--score; of a reward model also --answer TEXT",
-        )
     seed = training.seed if arguments.seed is None else arguments.seed
     tokenizer = load_tokenizer(plan.config.tokenizer)
     prompts = prompts_of(plan.config.data, tokenizer, chat=arguments.chat)
@@ -371,7 +370,7 @@ def _evaluate_tasks(
     from trainctl.train.models.model import TORCH_TYPES
     from trainctl.train.tasks import TaskRequest, evaluate_tasks, manager_of
 
-    _refuse_encoder(plan, "--tasks ask for the probability of a text's next tokens")
+    _require_next_tokens(plan, "--tasks ask for the probability of a text's next tokens")
     if plan.config.model.is_module:
         raise TrainctlError(
             "--tasks asks models of transformers, and this one is a module of your own",
