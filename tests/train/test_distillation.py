@@ -202,6 +202,8 @@ def test_teacher_and_store_are_in_the_budget(tmp_path):
     assert found.peak_phase == "teacher" and found.components.parameters == 4 << 30
     missing = missing_files(distilling(None))
     assert [each.rule for each in missing if each.key == "objective.teacher"] == ["TC471"]
+    (gone,) = (e for e in missing_files(distilling("org/name")) if e.key == "objective.teacher")
+    assert gone.hint.startswith("hf download org/name")
 
 
 def test_rows_of_a_mixture_are_those_of_their_source(tmp_path):

@@ -27,6 +27,7 @@ from trainctl.models.directory import (
     AS_LANGUAGE_MODEL,
     OTHER_TASK,
     fetch_weights,
+    is_hub_name,
     other_task_finding,
 )
 from trainctl.models.tensors import (
@@ -410,11 +411,23 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
 
 
 def _without_teacher(config: RunConfig) -> Iterator[Finding]:
-    """Find a distillation without a teacher and without a folder of log-probabilities."""
+    """Find a distillation whose teacher does not exist, or that names neither a teacher nor a
+    folder of log-probabilities.
+    """
     section = config.objective
-    if isinstance(section, DistillConfig) and not (
-        section.teacher or section.teacher_log_probabilities
-    ):
+    if not isinstance(section, DistillConfig):
+        return
+    if section.teacher and not Path(section.teacher).expanduser().exists():
+        hint = "objective.teacher=null objective.teacher_log_probabilities=DIR reads stored ones"
+        if is_hub_name(section.teacher):
+            hint = f"hf download {section.teacher} --local-dir DIR; {hint}"
+        yield Finding(
+            rule=MISSING,
+            key="objective.teacher",
+            message=f"{section.teacher} does not exist",
+            hint=hint,
+        )
+    elif not section.teacher and not section.teacher_log_probabilities:
         yield Finding(
             rule=NO_TEACHER,
             key="objective.teacher",
@@ -478,5 +491,3 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "tokenizer.path", config.tokenizer.path
     if config.model.initial_weights:
         yield "model.initial_weights", config.model.initial_weights
-    if isinstance(config.objective, DistillConfig) and config.objective.teacher:
-        yield "objective.teacher", config.objective.teacher
