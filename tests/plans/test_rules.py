@@ -714,6 +714,20 @@ ERRORS = [
             ),
         )
     ),
+    (
+        "TC470",
+        {"objective__kind": "distill", "objective__top_k": 10**9},
+        gpus(),
+        "objective.top_k=1,000,000,000 is more than model.vocab_size",
+        "stores whole distributions",
+    ),
+    (
+        "TC472",
+        {"model__future_blocks": 1, "parallelism__tensor": 2},
+        gpus(),
+        "parallelism.tensor=2 with objective.kind=",
+        "objective=next_token",
+    ),
     ("TC490", {"objective__kind": "grpo"}, gpus(), "objective.rewards has none", "exact_answer"),
     *(
         (
@@ -1056,7 +1070,7 @@ ERRORS = [
     ),
     (
         "TC020",
-        {"training__global_batch_size": 16, "objective__samples": 6},
+        {"training__global_batch_size": 20},
         gpus(8),
         "not a multiple of micro 1 x data 8",
         "16 (accumulation 2) or 24 (accumulation 3)",
