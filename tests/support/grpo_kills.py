@@ -161,7 +161,7 @@ def _answers(run: RunPaths) -> dict[Any, Any]:
     """Return tokens and rewards of the kept answers, by step, prompt and sample."""
     return {
         (step_of(folder), *key): (fields["ids"].tolist(), fields["rewards"])
-        for folder in run.rollouts.iterdir()
+        for folder in run.rollouts.glob("step-*-*")
         for key, fields in read_answers(folder).items()
     }
 

@@ -172,7 +172,7 @@ def test_every_layout_has_one_curve(prompts, tmp_path):
     runs = {name: RunPaths(tmp_path / name) for name in layouts}
     for size in (1, 2):
         cases = [
-            Case(tiny_plan(sampling(prompts, **changes), size), runs[name])
+            Case(tiny_plan(sampling(prompts, steps=4, **changes), size), runs[name])
             for name, (processes, changes) in layouts.items()
             if processes == size
         ]
@@ -239,7 +239,9 @@ def test_the_curve_matches_trl(prompts, tmp_path, ours, theirs):
     type(model)(model.config).save_pretrained(tmp_path / "model")
     run = trained(tmp_path / "run", config)
     rollouts = tmp_path / "rollouts.json"
-    rollouts.write_text(json.dumps([as_trl(folder) for folder in sorted(run.rollouts.iterdir())]))
+    rollouts.write_text(
+        json.dumps([as_trl(folder) for folder in sorted(run.rollouts.glob("step-*-*"))])
+    )
     options = {
         "per_device_train_batch_size": BATCH,
         "num_generations": SAMPLES,
