@@ -39,6 +39,9 @@ PUBLIC = {
     # transformers documents these, of its configurations and of Conv1D.
     "architectures",
     "eos_token_id",
+    "id2label",
+    "label2id",
+    "pad_token_id",
     "layer_types",
     "nf",
     "num_attention_heads",
