@@ -59,7 +59,8 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "dpo": {},
     "simpo": {},
     "orpo": {},
-    "kto": {"objective__undesirable_weight": 1.5},
+    # More weight on good answers: then the baseline is above 0.
+    "kto": {"objective__undesirable_weight": 0.2},
     "multi_token": {"objective__future_tokens": 2, "model__future_blocks": 2},
     "distill": {"objective__divergence": "jsd", "objective__label_weight": 0.2},
     "contrastive": {},

@@ -27,12 +27,14 @@ def main(kind: str, model: str, file: str, steps: int, rate: float) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, pad_token=end)
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
     trainer_class, config = {"dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig)}[kind]
+    of_kind = {"undesirable_weight": 0.2} if kind == "kto" else {}
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(
             model=AutoModelForCausalLM.from_pretrained(model),
             args=config(
                 output_dir=folder,
                 beta=0.1,
+                **of_kind,
                 precompute_ref_log_probs=True,
                 per_device_train_batch_size=8,
                 max_steps=steps,

@@ -57,7 +57,8 @@ def test_every_layout_has_one_curve_and_a_run_goes_on_bit_for_bit(tmp_path):
     train_cases(2, [Case(with_stop(plan, 3), resumed)])
     train_cases(2, [Case(plan, resumed, 2)])
     assert curve(resumed) == curve(RunPaths(tmp_path / "kto-ZeRO-3"))
-    assert records(resumed, "step")[-1]["objective"]["margin"] > 0
+    last = records(resumed, "step")[-1]["objective"]
+    assert last["margin"] > 0 and last["kl"] > 0.1
 
 
 @pytest.mark.slow
@@ -71,7 +72,6 @@ def test_the_curve_matches_trl(tmp_path):
         evaluate_every_steps=None,
         data__shuffle=False,
         data__held_out_fraction=0.0,
-        objective__undesirable_weight=1.0,
         micro_batch_size=8,
         global_batch_size=8,
         evaluation_samples=0,
@@ -90,6 +90,7 @@ def test_the_curve_matches_trl(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     theirs, ours = json.loads(done.stdout.splitlines()[-1]), records(run, "step")
     assert len(theirs) == len(ours) == steps
+    assert max(each["kl"] for each in theirs) > 1
     for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         within = 1e-5 if number == 0 else 1e-4
         assert our["loss"] == pytest.approx(their["loss"], abs=within), number
