@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from trainctl.config.reading import read_bytes
@@ -38,12 +39,17 @@ _MOST_BYTES = 1 << 28
 _NAME = re.compile(r"step-(\d{8,})\.jsonl\.gz")
 
 
+def rollouts_file(run: RunPaths, step: int) -> Path:
+    """Return the path of the answers of a step."""
+    return run.rollouts / f"step-{step:08d}.jsonl.gz"
+
+
 def write_rollouts(run: RunPaths, step: int, answers: Sequence[Rollout]) -> None:
     """Write the answers of a step atomically; a repeated step replaces them."""
     ensure_folder(run.rollouts)
     lines = [json.dumps(_clean({**each, "step": step}), allow_nan=False) for each in answers]
     raw = gzip.compress("".join(f"{line}\n" for line in lines).encode(), 6, mtime=0)
-    write_bytes(run.rollouts / f"step-{step:08d}.jsonl.gz", raw)
+    write_bytes(rollouts_file(run, step), raw)
 
 
 def _clean(answer: Rollout) -> Rollout:
@@ -67,7 +73,7 @@ def read_rollouts(run: RunPaths, step: int) -> list[Rollout]:
     Raises:
         TrainctlError: There are none, or the file is damaged (exit code 5).
     """
-    path = run.rollouts / f"step-{step:08d}.jsonl.gz"
+    path = rollouts_file(run, step)
     steps = rollout_steps(run)
     if step not in steps:
         kept = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"

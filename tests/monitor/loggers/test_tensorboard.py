@@ -19,6 +19,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter, read_events
+from trainctl.runs.rollouts import write_rollouts
 
 
 def read(run: RunPaths, tag: str) -> list[tuple[int, float]]:
@@ -53,6 +54,30 @@ def test_tensorboard_reads_the_run_as_it_stands(tmp_path: Path) -> None:
     check(run)
     learning_rates = read(run, "train/learning_rate/1")
     assert len(learning_rates) == 300 and {rate for _, rate in learning_rates} == {0.25}
+
+
+def test_sampled_answers_are_a_text_of_their_step(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    append(run, draw(1, 4))
+    write_rollouts(run, 3, [answer(2 + 2, "4 | <b>\nfour"), *(answer(n, "?") for n in range(9))])
+    assert send(run, "tensorboard") == (0, "")
+    files = EventAccumulator(str(run.root / "tensorboard"))
+    files.Reload()
+    (found,) = files.Tensors("train/answers")
+    assert found.step == 3
+    assert files.SummaryMetadata("train/answers").plugin_data.plugin_name == "text"
+    (text,) = found.tensor_proto.string_val
+    head, _, first, *rest = text.decode().splitlines()
+    assert head == "| prompt | answer | reward | rewards | advantage |" and len(rest) == 3
+    assert first == "| 4 = | 4 \\| &lt;b&gt;<br>four | 0.5 | exact 1, short  | -1.25 |"
+
+
+def answer(prompt: int, text: str) -> dict[str, object]:
+    """Return a sampled answer."""
+    rewards = {"exact": 1.0, "short": None}
+    numbers = {"number": 0, "sample": 0, "tokens": 3, "reward": 0.5, "advantage": -1.25}
+    texts = {"prompt": f"{prompt} =", "answer": text}
+    return {**numbers, **texts, "is_finished": True, "rewards": rewards}
 
 
 def test_records_of_callbacks_are_series_of_their_own(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from trainctl.monitor.loggers.points import curve
 from trainctl.options.logger import Point
 from trainctl.runs.directory import create_run
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.rollouts import write_rollouts
 from trainctl.runs.status import State, Status, write_status
 
 ROOT = Path(__file__).parents[3]
@@ -132,7 +133,10 @@ experiment = client.get_experiment_by_name("trainctl").experiment_id
 history = {name: [(metric.step, metric.value)
                   for metric in client.get_metric_history(run.info.run_id, name)]
            for name in run.data.metrics}
-print(json.dumps([history, run.data.tags, run.data.params, run.info.status]))
+(file,) = client.list_artifacts(run.info.run_id, "train/answers")
+text = open(client.download_artifacts(run.info.run_id, file.path)).read()
+tags = {**run.data.tags, "text": text, "file": file.path}
+print(json.dumps([history, tags, run.data.params, run.info.status]))
 """
 
 TRACKIO = """
@@ -163,6 +167,7 @@ def check_mlflow(run: RunPaths) -> None:
     said = tracker(MLFLOW, run.root.parent / "mlflow.db")
     history, tags, parameters, status = json.loads(said)
     check(run, {name: once(name, pairs) for name, pairs in history.items()})
+    assert tags["file"] == "train/answers/step-00000003.md" and "| 1 + 1 = | 2 |" in tags["text"]
     assert tags["team"] == "speech" and tags["trainctl.state"] == "finished"
     assert status == "FINISHED" and parameters["config.optimizer.lr"] == "0.003"
     assert parameters["config.launcher.environment.HF_TOKEN"] == "${oc.env:HF_TOKEN}"
@@ -202,6 +207,8 @@ def check_wandb(run: RunPaths) -> None:
         for name, value in row.items():
             found.setdefault(name, {})[last] = value
     check(run, found)
+    (table,) = folder.rglob("*.table.json")
+    assert json.loads(table.read_text())["data"][0][:2] == ["1 + 1 =", "2"]
 
 
 def check_prometheus(run: RunPaths) -> None:
@@ -231,6 +238,8 @@ def test_each_step_once_over_a_kill_a_resume_elsewhere_and_rewinds(
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     run, (first, second) = new_run(tmp_path), parts()
+    answer = {"prompt": "1 + 1 =", "answer": "2", "reward": 1.0, "rewards": {}, "advantage": 0.0}
+    write_rollouts(run, 3, [answer])
     assert any(b'"intervention"' in line for line in first + second)
     follower = start(run, name, "--follow")
     append(run, first)

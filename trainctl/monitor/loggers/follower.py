@@ -18,13 +18,21 @@ from trainctl.errors import TrainctlError
 from trainctl.memory.budget import budget
 from trainctl.monitor.loggers.delivery import Cursor, read_cursor, read_on
 from trainctl.monitor.loggers.points import CurveReader, curve
-from trainctl.options.logger import FollowedRun, Point, Sink, SinkWithEnd, missing_modules_finding
+from trainctl.options.logger import (
+    FollowedRun,
+    Point,
+    Sink,
+    SinkWithEnd,
+    Table,
+    missing_modules_finding,
+)
 from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import config_of, effective_attempt
 from trainctl.runs.directory import read_plan, read_record, run_id
 from trainctl.runs.files import ensure_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import Event
+from trainctl.runs.rollouts import read_rollouts, rollouts_file
 from trainctl.runs.status import State, read_status
 
 
@@ -117,6 +125,7 @@ class Follower:
             config=config,
             about=run_facts(run),
             curve=partial(curve, run.events),
+            tables=partial(tables, run),
         )
         sink: Sink = function_of("logger", self._name)(followed, state)
         return sink
@@ -136,6 +145,34 @@ class Follower:
         return Cursor(
             attempt=reading.attempt, step=reading.step, points=reading.points, ended=before.ended
         )
+
+
+ANSWERS, CHARACTERS = 4, 2000
+"""Most sampled answers of a step that loggers get, and most characters of a text."""
+
+
+def tables(run: RunPaths, point: Point) -> dict[str, Table]:
+    """Return the sampled answers of a step with their rewards (`objective=grpo`), if it has any."""
+    if point.kind != "train" or not rollouts_file(run, point.step).is_file():
+        return {}
+    with suppress(TrainctlError, AttributeError, KeyError, TypeError):  # damaged
+        found = read_rollouts(run, point.step)[:ANSWERS]
+        rows = [
+            {
+                "prompt": each["prompt"][:CHARACTERS],
+                "answer": each["answer"][:CHARACTERS],
+                "reward": _number(each["reward"]),
+                "rewards": ", ".join(f"{k} {_number(v)}" for k, v in each["rewards"].items()),
+                "advantage": _number(each["advantage"]),
+            }
+            for each in found
+        ]
+        return {"train/answers": rows} if rows else {}
+    return {}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 _OF_THE_RECORD = ("id", "name", "created", "argv", "git")

@@ -8,6 +8,7 @@ logger already has a step, the newer point replaces it.
 
 from __future__ import annotations
 
+import html
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,10 @@ class Point:
     """Metrics by name, such as `train/loss`; may include NaN and infinities."""
 
 
+Table = Sequence[Mapping[str, str]]
+"""Rows of texts by column; all rows have the same columns."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowedRun:
     """The run whose metrics are logged."""
@@ -68,6 +73,23 @@ class FollowedRun:
     """Function that returns the points of the run as they stood after a number of points
     (`Point.number`), in order, each step once. For a logger that has to write them again.
     """
+    tables: Callable[[Point], Mapping[str, Table]] = lambda point: {}
+    """Function that returns the texts that belong to a point, as tables by name; few points have
+    any.
+    """
+
+
+def markdown(table: Table) -> str:
+    """Return a table of texts in Markdown; line breaks within a cell are `<br>`."""
+    cells = [[_cell(text) for text in row.values()] for row in table]
+    head = [*table[0]] if table else []
+    rows = [head, ["---"] * len(head), *cells]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _cell(text: str) -> str:
+    escaped = html.escape(text, quote=False).replace("|", "\\|")
+    return "<br>".join(escaped.splitlines())
 
 
 class Sink(Protocol):

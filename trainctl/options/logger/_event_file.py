@@ -20,6 +20,8 @@ _MASK_DELTA = 0xA282EAD8
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
 _LARGEST_FLOAT = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 _SESSION_START = 1
+_TENSORS, _STRING = 2, 7
+"""`DATA_CLASS_TENSOR` of summary.proto, and `DT_STRING` of types.proto."""
 
 
 def version_record(time: float) -> bytes:
@@ -32,6 +34,25 @@ def scalars_record(time: float, step: int, values: Mapping[str, float]) -> bytes
     summary = b"".join(
         _encode_field(1, _BYTES, _encode_value(tag, value)) for tag, value in values.items()
     )
+    return _encode_record(_encode_event(time, step, _encode_field(5, _BYTES, summary)))
+
+
+def text_record(time: float, step: int, tag: str, text: str) -> bytes:
+    """Return a record of a Markdown text: a tensor of one string, for the plugin `text`."""
+    plugin = _encode_field(1, _BYTES, _encode_field(1, _BYTES, b"text"))
+    metadata = plugin + _encode_field(4, _VARINT, _encode_varint(_TENSORS))
+    shape = _encode_field(2, _BYTES, _encode_field(1, _VARINT, _encode_varint(1)))
+    tensor = (
+        _encode_field(1, _VARINT, _encode_varint(_STRING))
+        + _encode_field(2, _BYTES, shape)
+        + _encode_field(8, _BYTES, text.encode())
+    )
+    value = (
+        _encode_field(1, _BYTES, tag.encode())
+        + _encode_field(8, _BYTES, tensor)
+        + _encode_field(9, _BYTES, metadata)
+    )
+    summary = _encode_field(1, _BYTES, value)
     return _encode_record(_encode_event(time, step, _encode_field(5, _BYTES, summary)))
 
 

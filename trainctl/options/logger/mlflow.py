@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainctl.config.schema.option import option
-from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point
+from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point, markdown
 from trainctl.options.logger._tracker import Tracker, flatten_facts
 
 RUN_TAG, BRANCH_TAG = "trainctl.run_id", "trainctl.branch"
@@ -53,8 +53,13 @@ class Server:
     def __init__(self, run: FollowedRun) -> None:
         from mlflow import MlflowClient
 
-        uri = run.keys.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = MlflowClient(uri or f"sqlite:///{run.folder.parents[1] / 'mlflow.db'}")
+        uri, runs = (
+            run.keys.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"),
+            run.folder.parents[1],
+        )
+        self._client = MlflowClient(uri or f"sqlite:///{runs / 'mlflow.db'}")
+        # MLflow's default for a database is a folder where the process stands.
+        self._artifacts = None if uri else (runs / "mlflow-artifacts").absolute().as_uri()
         self._followed = run
         self._experiment = self._experiment_of(run.keys.experiment)
         self._run = ""
@@ -96,6 +101,10 @@ class Server:
         ]
         for some in _in_parts(metrics, _METRICS_AT_ONCE):
             self._client.log_batch(self._run, metrics=some)
+        for point in points:
+            for name, table in self._followed.tables(point).items():
+                file = f"{mlflow_name(name)}/step-{point.step:08d}.md"
+                self._client.log_text(self._run, markdown(table), file)
 
     def give_up(self, branch: int) -> None:
         for old in self._runs(branch):
@@ -118,7 +127,7 @@ class Server:
         found = self._client.get_experiment_by_name(name)
         if found is None:
             try:
-                return str(self._client.create_experiment(name))
+                return str(self._client.create_experiment(name, self._artifacts))
             except MlflowException:  # another run created it meanwhile
                 found = self._client.get_experiment_by_name(name)
                 if found is None:

@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainctl.options.logger import FollowedRun, Logger, Point
+from trainctl.options.logger import FollowedRun, Logger, Point, markdown
 from trainctl.options.logger._event_file import (
     scalars_record,
     session_start_record,
+    text_record,
     version_record,
 )
 
@@ -31,13 +32,16 @@ class EventFile:
     """
 
     def __init__(self, run: FollowedRun, state: Mapping[str, Any] | None) -> None:
-        self._path = _begin_file(run.folder, state)
+        self._path, self._tables = _begin_file(run.folder, state), run.tables
         self._stream = self._path.open("xb")
         self._stream.write(version_record(time.time()))
 
     def write(self, points: Sequence[Point]) -> None:
         for point in points:
             self._stream.write(scalars_record(point.time, point.step, point.values))
+            for name, table in self._tables(point).items():
+                text = markdown(table)
+                self._stream.write(text_record(point.time, point.step, name, text))
 
     def go_back(self, step: int) -> None:
         self._stream.write(session_start_record(time.time(), step))

@@ -88,6 +88,17 @@ def _init_run(run: FollowedRun, identity: str, mode: Mode, **more: Any) -> Any:
     )
 
 
+def _log(run: Any, followed: FollowedRun, point: Point) -> None:
+    """Log a point to a W&B run, with the tables that belong to it."""
+    import wandb
+
+    tables = {
+        name: wandb.Table(columns=[*table[0]], data=[[*row.values()] for row in table])
+        for name, table in followed.tables(point).items()
+    }
+    run.log({**point.values, **tables}, step=point.step)
+
+
 def _exit_code(state: str) -> int:
     return int(state == "failed")
 
@@ -113,7 +124,7 @@ class OnlineClient:
     def send(self, points: Sequence[Point]) -> None:
         for point in points:
             if point.step > self._last:
-                self._run.log(dict(point.values), step=point.step)
+                _log(self._run, self._followed, point)
 
     def give_up(self, branch: int) -> None:
         import wandb
@@ -166,7 +177,7 @@ class OfflineFolder:
                 shutil.rmtree(folder)
         run = _init_run(self._run, identity, Mode.offline)
         for point in self._run.curve(_ALL):
-            run.log(dict(point.values), step=point.step)
+            _log(run, self._run, point)
         run.summary["state"] = state
         run.finish(exit_code=_exit_code(state))
 
