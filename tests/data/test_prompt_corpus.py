@@ -21,6 +21,7 @@ from trainctl.data.corpus import build_corpus
 from trainctl.data.packing import load_bins
 from trainctl.data.prepare import prepare
 from trainctl.data.record_encoders import PromptEncoder
+from trainctl.data.sample_contents import read_samples
 from trainctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.reward import RewardSection
@@ -140,6 +141,9 @@ def test_a_prompt_is_found_with_its_columns_by_its_place_in_the_order(
     assert dataset.num_samples + held_out.num_samples == len(rows)
     prompts = [data.prompt(number) for number in range(dataset.num_samples)]
     assert [each.text for each in prompts] != sorted(each.text for each in prompts)
+    shown = read_samples(plan, corpora, ByteTokenizer(), [*range(20)], most_characters=0)
+    each_prompt = [prompts[counter // plan.config.objective.samples].text for counter in range(20)]
+    assert [each.text for each in shown] == each_prompt  # a counter is that of an answer
     prompts += [held_out.prompt(index) for index in range(held_out.num_samples)]
     assert all(bytes(each.ids).decode() == each.text for each in prompts)
     found = {each.text: each.columns for each in prompts}

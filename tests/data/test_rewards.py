@@ -84,12 +84,19 @@ def test_a_bad_function_is_a_record_and_the_next_answer_is_scored(
     ]
     rewards = {"bad": reward("function", call="reward_functions:misbehave")}
     records: list[tuple[str, dict[str, Any]]] = []
+    kept: list[tuple[int, float | None, float]] = []
+
+    def keep(row: int, scored: dict[str, float | None]) -> None:
+        kept.append((row, scored["bad"], time.monotonic()))
+
     chosen = section(rewards, reward_timeout=1.0)
     with RewardProcesses(chosen, lambda kind, **fields: records.append((kind, fields))) as started:
-        found = [each["bad"] for each in started.score(answers)]
+        found = [each["bad"] for each in started.score(answers, keep=keep)]
         again = started.score(answers[:1])
     assert found == [5.0, *[0.0] * 7, None, 5.0, 0.0]
     assert again == [{"bad": 5.0}]
+    assert [each[:2] for each in kept] == list(enumerate(found))
+    assert kept[4][2] - kept[0][2] > 1  # what is known is told while the fifth hangs
     assert {kind for kind, _ in records} == {"reward_failed"}
     reasons = {fields["first_answer"]: fields["reason"] for _, fields in records}
     assert sorted(reasons) == [1, 2, 3, 4, 5, 6, 7, 10]  # None is no failure
@@ -202,7 +209,13 @@ def wait_until(holds: Callable[[], bool]) -> None:
         (r"so \boxed{\frac{1}{2}} of 4", r"\frac{1}{2}"),
         (r"\boxed{1} or \boxed{42}", Decimal(42)),
         (r"\boxed{42} or \boxed{7", Decimal(42)),
-        ("Paris.", "paris"),
+        (r"\boxed{.5}", Decimal("0.5")),
+        ("the share is $.50.", Decimal("0.5")),
+        ("-.5", Decimal("-0.5")),
+        ("about 1e5", Decimal(100000)),
+        ("about -1.5E-3.", Decimal("-0.0015")),
+        ("1e99999999999999999999", Decimal("99999999999999999999")),
+        ("...Paris.", "paris"),
         ("  the  Seine ", "the seine"),
         ("", ""),
     ],

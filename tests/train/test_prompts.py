@@ -64,6 +64,28 @@ def test_an_answer_ends_at_any_end_that_is_known(tmp_path: Path) -> None:
         prompts_of(config_of(folder, kind="files").data, bare, chat=True)
 
 
+def test_a_sampled_answer_ends_where_its_template_ends_it(tmp_path: Path) -> None:
+    """Of prompts the records say whether they are messages."""
+    folder = write_tokenizer(tmp_path / "tokenizer", OVER)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    end, turn = tokenizer.id_of("<|im_end|>"), tokenizer.id_of("<s>")
+    config = config_of(folder, kind="prompts")
+    prompts = prompts_of(config.data, tokenizer)
+    assert prompts.ends == {end, turn, 2} and prompts.template is None
+    asked = prompts_of(config_of(folder, kind="prompts", as_message=True).data, tokenizer)
+    assert asked.ends == {end, turn, 2} and asked.template is not None
+    bare = write_tokenizer(tmp_path / "bare", None)
+    (bare / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
+    as_text = prompts_of(config.data, FileTokenizer(bare / "tokenizer.json"))
+    assert as_text.ends == {end, 2}
+    run = RunPaths(tmp_path / "run")
+    run.root.mkdir()
+    export(config, fabricate(run, config.model), tmp_path / "out", dtype=torch.float32)
+    found = GenerationConfig.from_pretrained(str(tmp_path / "out")).eos_token_id
+    assert {*found} == {end, turn, 2}
+
+
 def test_an_export_has_the_template_that_was_named_and_its_ends(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     named = tmp_path / "named.jinja"

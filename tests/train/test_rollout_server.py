@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from completion_server import CompletionServer, completion_server
 
-from trainctl.errors import TrainctlError
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.train.rollouts import Completion, RolloutRow
 from trainctl.train.rollouts import server as client
 from trainctl.train.rollouts.generate import Generation
@@ -67,6 +67,8 @@ def test_answers_are_a_function_of_seed_prompt_and_sample(server: CompletionServ
     assert len({tuple(each.ids.tolist()) for each in first}) == len(ROWS)
     bodies = [body for path, body in server.seen if path == "/v1/completions"]
     assert bodies[0]["stop_token_ids"] == list(range(20))
+    # A server takes what is not said from the model's generation_config.json.
+    assert (bodies[0]["min_p"], bodies[0]["repetition_penalty"]) == (0.0, 1.0)
     assert all(0 <= body["seed"] < 2**63 for body in bodies)
 
 
@@ -121,6 +123,15 @@ def test_a_server_that_takes_no_weights_says_how_it_would(
     with pytest.raises(TrainctlError, match="/pause is answered by 404") as raised:
         RolloutServer(server.url, OneRank())._load(tmp_path)
     assert "VLLM_SERVER_DEV_MODE=1" in str(raised.value.hint)
+
+
+def test_a_disk_error_of_the_first_rank_is_an_error_of_all() -> None:
+    def write() -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(TrainctlError, match="No space left") as raised:
+        client.on_first_rank(OneRank(), write, lambda: None)
+    assert raised.value.exit_code is ExitCode.environment
 
 
 def test_a_key_is_sent(server: CompletionServer, monkeypatch: pytest.MonkeyPatch) -> None:

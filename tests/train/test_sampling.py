@@ -64,3 +64,9 @@ def test_the_ends_of_the_interval_draw_possible_tokens_only() -> None:
     logits = torch.tensor([[-torch.inf, 0.3, 0.1, -torch.inf]]).expand(2, -1)
     numbers = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     assert Sampler(seed=0).draw(logits, numbers)[0].tolist() == [1, 2]
+
+
+def test_logits_that_are_not_numbers_draw_an_id_of_the_vocabulary() -> None:
+    logits = torch.full((2, 4), torch.nan)
+    tokens, found = Sampler(seed=0, top_k=2, top_p=0.9).draw(logits, torch.tensor([0.0, 0.9]), 3)
+    assert tokens.max() < 3 and found.isnan().all()  # the loss is NaN, which the run guards

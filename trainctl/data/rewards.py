@@ -98,7 +98,11 @@ class RewardProcesses:
             raise
 
     def score(
-        self, answers: Sequence[SampledAnswer], *, step: int = 0
+        self,
+        answers: Sequence[SampledAnswer],
+        *,
+        step: int = 0,
+        keep: Callable[[int, dict[str, float | None]], None] = lambda row, rewards: None,
     ) -> list[dict[str, float | None]]:
         """Return the rewards of each answer by their names, in the order of the answers.
 
@@ -108,6 +112,8 @@ class RewardProcesses:
 
         Args:
             step: Optimizer step that learns from the answers, for the records.
+            keep: Called with the place and the rewards of each answer, in order, as soon as it and
+                those before it have their rewards.
         """
         pending = [
             {
@@ -121,6 +127,7 @@ class RewardProcesses:
         for row, by_name in enumerate(pending):
             found = {name: future.result() for name, future in by_name.items()}
             scored.append({name: 0.0 if isinstance(x, str) else x for name, x in found.items()})
+            keep(row, scored[-1])
             for name, reason in found.items():
                 if isinstance(reason, str):
                     failures.setdefault((name, reason), []).append(row)

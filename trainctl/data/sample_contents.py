@@ -26,6 +26,7 @@ from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
+from trainctl.options.objective.grpo import answers_per_prompt
 from trainctl.plans.mixture import sources_of, stages_of_plan
 from trainctl.plans.types import RunPlan
 from trainctl.readers.documents import Reader, split_documents
@@ -162,7 +163,7 @@ def read_samples(
         order = sample_order(plan, tokens)
     except ValueError:  # there are no samples
         return []
-    found = order.at(counters)
+    found = order.at(np.array(counters) // answers_per_prompt(plan.config.objective))
     lengths = np.array([stage.length for stage in order.stages])[found.stage]
     readers: dict[tuple[str, int], SampleReader] = {}
     texts: dict[str, TrainingText] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,9 +20,11 @@ from trainctl.config.schema import DataConfig
 from trainctl.data.chat_template import ChatTemplate
 from trainctl.data.tokenizer import Tokenizer, stores_loss_mask
 from trainctl.engines.micro_batch import MicroBatch
+from trainctl.errors import TrainctlError
 from trainctl.models.tokenizer_files import end_ids
 from trainctl.options.data._records import TemplateConfig
 from trainctl.options.data.chat import ChatConfig
+from trainctl.options.data.prompts import PromptsConfig
 from trainctl.options.objective import objective_of
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.plans.types import RunPlan
@@ -270,7 +272,8 @@ def prompts_of(data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = No
 
     Args:
         chat: Whether prompts are a user's messages; None means True if the first source of the run
-            has conversations.
+            has conversations. If only its records say so, text is encoded as it is, and ends as an
+            answer in a conversation does.
 
     Raises:
         TrainctlError: A chat template is needed, and there is none.
@@ -278,10 +281,14 @@ def prompts_of(data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = No
     end = tokenizer.end_of_document
     ends = frozenset(() if end is None else (end,))
     template = chat_template_of(data, tokenizer, chat=chat)
-    if template is None:
-        return Prompts(tokenizer, None, ends)
-    assert tokenizer.file is not None
-    return Prompts(tokenizer, template, ends | {*template.turn_ends, *end_ids(tokenizer.file)})
+    if template is not None:
+        assert tokenizer.file is not None
+        ends |= {*template.turn_ends, *end_ids(tokenizer.file)}
+    elif chat is None and isinstance(first_source(data), PromptsConfig) and tokenizer.file:
+        ends |= {*end_ids(tokenizer.file)}
+        with suppress(TrainctlError):  # without a template no record has messages
+            ends |= prompts_of(data, tokenizer, chat=True).ends
+    return Prompts(tokenizer, template, ends)
 
 
 def chat_template_of(
@@ -296,7 +303,9 @@ def chat_template_of(
         TrainctlError: A template is needed, and there is none.
     """
     section = first_source(data)
-    has_conversations = isinstance(section, ChatConfig) and stores_loss_mask(section)
+    are_messages = isinstance(section, PromptsConfig) and section.as_message
+    is_chat = isinstance(section, ChatConfig) or are_messages
+    has_conversations = is_chat and stores_loss_mask(section)
     if not (has_conversations if chat is None else chat):
         return None
     if isinstance(section, TemplateConfig):

@@ -237,10 +237,15 @@ class Stepper:
             intervention=intervention,
         )
         progress.step += 1
-        progress.samples += batch.global_batch_size
-        progress.samples += rollouts.extra_samples if rollouts is not None else 0
+        progress.samples = self._end_of(batch)
         progress.tokens += batch.tokens_per_step
         return step
+
+    def _end_of(self, batch: Batch) -> int:
+        """Return the counter of the first sample behind the step's, and those it has replaced."""
+        rollouts = self._session.rollouts
+        replaced = rollouts.extra_samples if rollouts is not None else 0
+        return self._session.progress.samples + batch.global_batch_size + replaced
 
     def _intervene(
         self, trouble: BadStep, batch: Batch, batches: Sequence[MicroBatch]
@@ -249,7 +254,7 @@ class Stepper:
         session = self._session
         progress, guard = session.progress, session.guard
         number, first = progress.step + 1, progress.samples
-        end = first + batch.global_batch_size
+        end = self._end_of(batch)
         policy = guard.policy(trouble)
         ranks, suspects = self._seen_by(trouble, batch, batches)
         where = self._discard(trouble, policy, batches)

@@ -14,7 +14,7 @@ from trainctl.options.reward import Reward, RewardConfig, Score
 _BOXED = "\\boxed{"
 _HASHES = "####"
 """Mark before the final answer in GSM8K (arXiv:2110.14168)."""
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4}(?!\d))?")
 _DECORATION = "$€£%.,;:!?*`\"' \n\t"
 
 
@@ -49,10 +49,10 @@ def final_answer(text: str) -> str | Decimal:
     if found is None:
         numbers = _NUMBER.findall(text)
         found = numbers[-1] if numbers else text
-    bare = found.strip(_DECORATION)
+    bare = found.rstrip(_DECORATION).lstrip(_DECORATION.replace(".", ""))  # .5 is a number
     if _NUMBER.fullmatch(bare):
         return Decimal(bare.replace(",", ""))
-    return " ".join(bare.lower().split())
+    return " ".join(bare.lstrip(_DECORATION).lower().split())
 
 
 def _last_boxed(text: str) -> str | None:

@@ -20,7 +20,8 @@ class LengthConfig(RewardConfig):
 
     most_tokens: int | None = option(
         None,
-        "Length from which the reward is -1, as L_max of the paper; required.",
+        "Length from which the reward is -1 (beyond which, with soft_tokens=0), as L_max of the "
+        "paper; required.",
         unit="tokens",
         minimum=1,
     )

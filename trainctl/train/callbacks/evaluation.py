@@ -54,8 +54,8 @@ class Evaluation(Callback):
         if session.average is not None:
             with session.average.average_parameters():
                 of_average = self._held_out_loss()
-            assert of_average is not None
-            self._now.metrics[EMA_METRIC] = of_average.loss
+            if of_average is not None:  # no reward may apply to its answers
+                self._now.metrics[EMA_METRIC] = of_average.loss
         is_entropy = objective_of(config.objective).is_entropy
         self._journal.record(
             "evaluation",

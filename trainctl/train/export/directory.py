@@ -25,6 +25,7 @@ from trainctl.models.hf_weights import Read, Unit, persistent_buffers, published
 from trainctl.models.tensors import FUTURE, INDEX, ONE_FILE
 from trainctl.models.tokenizer_files import special_tokens_of
 from trainctl.options.adapter import low_rank
+from trainctl.options.data.prompts import PromptsConfig
 from trainctl.options.objective import objective_of
 from trainctl.options.objective.contrastive import ContrastiveConfig, Pooling
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
@@ -320,7 +321,8 @@ def _write_chat(model: PreTrainedModel, config: RunConfig, folder: Path) -> list
 
     The template is written only if the run names one; the ids go to `generation_config.json`.
     """
-    is_named = getattr(first_source(config.data), "chat_template", None) is not None
+    section = first_source(config.data)
+    is_named = getattr(section, "chat_template", None) is not None
     try:
         prompts = prompts_of(
             config.data, load_tokenizer(config.tokenizer), chat=True if is_named else None
@@ -328,9 +330,9 @@ def _write_chat(model: PreTrainedModel, config: RunConfig, folder: Path) -> list
     except TrainctlError as error:  # the user's template file; weights do not need it
         return [f"without the chat template of the run: {error.message}"]
     template = prompts.template
-    if template is None:
+    if template is None and not isinstance(section, PromptsConfig):
         return []
-    if is_named:
+    if template is not None and is_named:
         (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
     file, said = folder / "generation_config.json", model.config.eos_token_id
     facts = {name: getattr(model.config, name, None) for name in TOKEN_IDS}
@@ -342,7 +344,7 @@ def _write_chat(model: PreTrainedModel, config: RunConfig, folder: Path) -> list
     if others:
         ends = [*known, *others]
         write_json(file, facts | {"eos_token_id": ends if len(ends) > 1 else ends[0]})
-    if not template.arguments:
+    if template is None or not template.arguments:
         return []
     given = ", ".join(f"{name}={value!r}" for name, value in template.arguments.items())
     return [f"its chat template was given {given}: whoever asks the model gives it the same"]

@@ -55,6 +55,7 @@ class Sampler:
         total = borders[:, -1]
         place = torch.minimum(numbers * total, total.nextafter(torch.zeros_like(total)))
         tokens = torch.searchsorted(borders, place[:, None], right=True)
+        tokens = tokens.clamp(max=borders.shape[-1] - 1)  # of NaN it is beyond; the loss tells
         return tokens[:, 0], scores.gather(-1, tokens)[:, 0]
 
     def _truncated(self, probabilities: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -24,16 +25,18 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import numpy as np
+import torch
 
 from trainctl.config.secrets import redact_text
 from trainctl.data.corpora import corpus_digests
 from trainctl.engines.process import Process
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, TrainctlError, describe_exception
 from trainctl.plans.identity import model_description
 from trainctl.plans.mup import multipliers
 from trainctl.plans.settings import number_formats
 from trainctl.runs.checkpoints import manifest_run_id
 from trainctl.runs.layout import RunPaths
+from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.save import rank_part, write_checkpoint
 from trainctl.train.export.directory import export
 from trainctl.train.models.model import TORCH_TYPES
@@ -53,6 +56,9 @@ SECONDS = 600.0
 POLL_SECONDS = 1.0
 """Longest time for which the ranks wait for the first one without a sign of life."""
 
+_AT_ONCE = 1 << 22
+"""Weights that are summed at a time: their copy in fp64 has 32 MiB."""
+
 PAUSES = 1.0, 4.0, 16.0
 """Seconds before each further attempt of a request that did not reach the server, or that it was
 too busy for.
@@ -69,11 +75,11 @@ class RolloutServer:
 
     def __init__(self, url: str, process: Process, *, at_once: int = 64) -> None:
         self._url, self._process, self._at_once = url.rstrip("/"), process, at_once
-        self._model, self._step = "", -1
+        self._model, self._served = "", [math.nan]  # sums of the weights that it has read
 
     def send_weights(self, session: Session, beat: Callable[[str], None] = be_silent) -> None:
-        """Write the weights and let the server read them, unless it has those of this step; on all
-        ranks together.
+        """Write the weights and let the server read them, unless it has the same; on all ranks
+        together.
 
         Args:
             beat: Called on all ranks every few seconds with what is being done.
@@ -81,13 +87,14 @@ class RolloutServer:
         Raises:
             TrainctlError: They cannot be written, or the server does not read them; on all ranks.
         """
-        if session.progress.step == self._step:
+        sums = weights_sums(session)  # an evaluation may be of their average at the same step
+        if sums == self._served:
             return
         out = write_weights(session, beat)
         on_first_rank(
             self._process, partial(self._load, out), partial(beat, "the server reads the weights")
         )
-        self._step = session.progress.step
+        self._served = sums
 
     def _load(self, folder: Path) -> None:
         # If this fails, the server stays paused: half of its weights may be new.
@@ -96,7 +103,7 @@ class RolloutServer:
         self._ask("/collective_rpc", {**reload, "timeout": SECONDS})
         self._ask("/reset_prefix_cache", {})  # its keys and values are of the weights before
         self._ask("/resume", {})
-        shutil.rmtree(folder.parent)
+        shutil.rmtree(folder.parent, ignore_errors=True)
 
     def generate(
         self,
@@ -143,6 +150,9 @@ class RolloutServer:
                 "temperature": sampler.temperature,
                 "top_p": sampler.top_p,
                 "top_k": sampler.top_k,
+                # Otherwise the model's generation_config.json would give these.
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
                 "seed": int.from_bytes(hashlib.sha256(place).digest()[:7], "big"),
                 "stop_token_ids": sorted(settings.ends),
                 "logprobs": 0,  # of the sampled token alone
@@ -260,6 +270,23 @@ def write_weights(session: Session, beat: Callable[[str], None] = be_silent) -> 
     return out
 
 
+def weights_sums(session: Session) -> list[float]:
+    """Return sums of the trained weights and of their squares over all ranks, which identify them.
+
+    Bit-for-bit equal weights on one layout have equal sums; a resume on another layout rounds them
+    differently, and then samples the same answers anew.
+    """
+    state, sums = session.state, torch.zeros(2, dtype=torch.float64)
+    state.sync_master_weights()
+    with torch.no_grad():
+        for index in range(len(state.tensors)):
+            with state.swapped_in(index):
+                for part in state.tensor(index, MASTER).flatten().split(_AT_ONCE):
+                    exact = part.double()
+                    sums += torch.stack([exact.sum(), exact.square().sum()]).cpu()
+    return session.process.sum(*sums.tolist())
+
+
 def on_first_rank(process: Process, work: Callable[[], Result], beat: Callable[[], None]) -> Result:
     """Return the result of the first rank's work, or raise its error, on all ranks together.
 
@@ -274,6 +301,8 @@ def on_first_rank(process: Process, work: Callable[[], Result], beat: Callable[[
             result = futures[0].result() if futures else None
         except TrainctlError as error:
             problem = error
+        except OSError as error:
+            problem = TrainctlError(describe_exception(error), exit_code=ExitCode.environment)
     result, problem = process.broadcast_from_first((result, problem))
     if problem is not None:
         raise problem

@@ -35,7 +35,6 @@ from trainctl.runs.rollouts import write_rollouts
 from trainctl.runs.status import Phase
 from trainctl.train.adapters.layers import without_adapters
 from trainctl.train.callbacks.context import Journal
-from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import HeldOutLoss, inference, prompts_of
 from trainctl.train.objectives.grpo import Floats, advantages_of, divisors_of
 from trainctl.train.rollouts import Completion, RolloutRow
@@ -48,7 +47,7 @@ from trainctl.train.rollouts.kept import (
     read_answers,
 )
 from trainctl.train.rollouts.sampling import Sampler
-from trainctl.train.rollouts.server import RolloutServer
+from trainctl.train.rollouts.server import RolloutServer, on_first_rank, weights_sums
 from trainctl.train.session import Session
 
 WIDTH_MULTIPLE = 16
@@ -70,9 +69,6 @@ SAMPLING_KEYS = (
 """Keys of the objective that sampled answers and their rewards follow from."""
 
 _PHASE_FILE = "phase.json"
-
-_AT_ONCE = 1 << 22
-"""Weights that are summed at a time: their copy in fp64 has 32 MiB."""
 
 
 @dataclass(slots=True)
@@ -397,21 +393,23 @@ class RolloutData:
         """Add the rewards of some answers, computed by the first rank."""
         if not keys:
             return
-        session = self._session
-        scored: list[dict[str, float | None]] = []
-        with session.engine.times.host_part("reward"):
-            self._journal.beat(Phase.evaluate, f"judging {len(keys):,} answers")
-            if self._rewards is not None:
-                asked = []
-                for key in keys:
-                    prompt, text = prompts[key[0]], self._answer_text(known[key])
-                    tokens = len(known[key]["ids"])
-                    asked.append(SampledAnswer(prompt.text, text, prompt.columns, tokens))
-                scored = self._rewards.score(asked, step=step + 1)
-                if writer is not None:
-                    for key, rewards in zip(keys, scored, strict=True):
-                        writer.add(key, rewards=rewards)
-            scored = session.process.broadcast_from_first(scored)
+
+        def keep(place: int, rewards: dict[str, float | None]) -> None:
+            if writer is not None:
+                writer.add(keys[place], rewards=rewards)
+
+        def score() -> list[dict[str, float | None]]:
+            assert self._rewards is not None
+            asked = []
+            for key in keys:
+                prompt, text = prompts[key[0]], self._answer_text(known[key])
+                tokens = len(known[key]["ids"])
+                asked.append(SampledAnswer(prompt.text, text, prompt.columns, tokens))
+            return self._rewards.score(asked, step=step + 1, keep=keep)
+
+        beat = partial(self._journal.beat, Phase.evaluate, f"judging {len(keys):,} answers")
+        with self._session.engine.times.host_part("reward"):
+            scored = on_first_rank(self._session.process, score, beat)
         for key, rewards in zip(keys, scored, strict=True):
             known[key]["rewards"] = rewards
 
@@ -426,6 +424,7 @@ class RolloutData:
         own = range(data.index * share, (data.index + 1) * share)
         found: list[tuple[int, npt.NDArray[np.float32]]] = []
         for start in own[::size]:
+            self._journal.beat(Phase.evaluate, f"log-probabilities ({name}) of the answers")
             places = [place for place in range(start, start + size) if place < len(answers)]
             rows = _rows([answers[place] for place in places], width, size)
             logits = session.engine.module(rows.model_inputs(device)).float()
@@ -464,7 +463,8 @@ class RolloutData:
     def evaluate(self, num_samples: int) -> HeldOutLoss | None:
         """Sample an answer to each of the first held-out prompts; return the mean of their rewards.
 
-        The loss is the negative mean reward, so that a lower one is better.
+        The loss is the negative mean reward, so that a lower one is better. None without prompts,
+        or if no reward applies to any answer.
         """
         session, source = self._session, SINGLE_SOURCE
         count = min(num_samples, session.held_out[source].num_samples)
@@ -482,6 +482,8 @@ class RolloutData:
         for each in answers:
             each.judge(self._section)
         measures = _measures(answers)
+        if "reward" not in measures:
+            return None
         loss = -measures["reward"]
         return HeldOutLoss(loss, {source: loss}, count, measures)
 
@@ -581,20 +583,3 @@ def _as_plain(phase: RolloutPhase) -> dict[str, Any]:
         "answers": [each.key for each in phase.answers],
         "advantages": [each.advantage for each in phase.answers],
     }
-
-
-def weights_sums(session: Session) -> list[float]:
-    """Return sums of the trained weights and of their squares over all ranks, which identify them.
-
-    Bit-for-bit equal weights on one layout have equal sums; a resume on another layout rounds them
-    differently, and then samples the same answers anew.
-    """
-    state, sums = session.state, torch.zeros(2, dtype=torch.float64)
-    state.sync_master_weights()
-    with torch.no_grad():
-        for index in range(len(state.tensors)):
-            with state.swapped_in(index):
-                for part in state.tensor(index, MASTER).flatten().split(_AT_ONCE):
-                    exact = part.double()
-                    sums += torch.stack([exact.sum(), exact.square().sum()]).cpu()
-    return session.process.sum(*sums.tolist())
