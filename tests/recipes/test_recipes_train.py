@@ -11,16 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from encoders import SETTINGS, SHAPE, encoder
 from objective_cases import write_records
 from rank_processes import Case, curve, train_cases
-from whole_recipes import WHOLE
+from small_chat_model import write_base, write_chat
+from whole_recipes import WAITING, WHOLE
 
+from trainctl.config.catalog import list_recipes
 from trainctl.config.compose import compose
 from trainctl.hardware import resolve_hardware
 from trainctl.options.data import SampleKind
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.model import skeleton
+from trainctl.tuning.input_files import missing_files
 
 SMALL = (
     "model=tiny-llama",
@@ -86,6 +90,29 @@ def data_of(name: str, folder: Path) -> list[str]:
     )
     pairs.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return [f"data.paths=[{pairs}]"]
+
+
+@pytest.mark.parametrize("name", [info.name for info in list_recipes() if "tiny" in info.name])
+def test_tiny_recipes_start_with_data_alone(name: str, tmp_path: Path) -> None:
+    """As their first lines say: with a data file, and with a model where it is the user's."""
+    if name == "masked-tiny":
+        encoder(tmp_path / "model", "bert", **SHAPE | SETTINGS["bert"] | {"vocab_size": 264})
+        given = []
+    elif name in WAITING:
+        write_base(tmp_path / "model", steps=1)
+        pairs = [("1+1", "2")]
+        chat = write_chat(tmp_path / "chat.jsonl", pairs) if name == "sft-tiny" else None
+        given = [f"data.paths=[{chat or write_records(tmp_path, SampleKind.answers)}]"]
+    else:
+        given = data_of(name, tmp_path)
+    if name in WAITING:
+        given.append(f"model.path={tmp_path / 'model'}")
+    config = compose([f"recipe={name}", *given]).config
+    findings = (
+        *missing_files(config),
+        *resolve(config, resolve_hardware(config.hardware)).findings,
+    )
+    assert not [each for each in findings if each.is_error]
 
 
 @pytest.mark.slow
