@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from objective_cases import config_of, difference, train_on
+from objective_cases import LAYOUTS, config_of, difference, plan_on, train_on
 from rank_processes import trained
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
@@ -24,6 +24,7 @@ from trainctl.engines.protocol import same_randomness
 from trainctl.options.objective.contrastive import Pooling
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.records import read_events
+from trainctl.train.evaluation import scored_together
 from trainctl.train.export.directory import export
 from trainctl.train.models.model import skeleton
 from trainctl.train.objectives.base import Beside, ObjectiveLoss, SeenHiddenStates
@@ -69,6 +70,14 @@ def _batches(lengths: list[int], texts: list[int]) -> list[MicroBatch]:
         )
         first += length
     return batches
+
+
+def test_an_evaluation_batch_is_as_large_as_the_global_one(tmp_path):
+    plan = plan_on(LAYOUTS["ZeRO 3"], "contrastive", tmp_path, steps=4)
+    batch = plan.batch
+    assert scored_together(plan, data_size=2) == batch.gradient_accumulation_steps
+    alone = scored_together(plan, data_size=1)  # in one process, outside training
+    assert alone * batch.micro_batch_size == batch.global_batch_size
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

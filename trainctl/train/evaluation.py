@@ -114,14 +114,18 @@ def evaluate_sources(
     return HeldOutLoss(total / number, of_each, whole, record(measured, number))
 
 
-def scored_together(plan: RunPlan) -> int:
+def scored_together(plan: RunPlan, data_size: int) -> int:
     """Return the number of micro-batches of a rank that are scored together.
 
     If the loss of a record depends on the others in its batch, an evaluation batch has as many
     consecutive samples as the global batch.
+
+    Args:
+        data_size: Number of processes that share the samples, which may not be the plan's.
     """
-    has_two_passes = objective_of(plan.config.objective).passes == 2
-    return plan.batch.gradient_accumulation_steps if has_two_passes else 1
+    if objective_of(plan.config.objective).passes == 1:
+        return 1
+    return plan.batch.global_batch_size // (plan.batch.micro_batch_size * data_size)
 
 
 def evaluate(

@@ -233,7 +233,7 @@ def _evaluate(
             num_samples=samples,
             record=partial(objective.record, plan.config.objective),
             micro_batch_size=plan.batch.micro_batch_size,
-            micro_batches=scored_together(plan),
+            micro_batches=scored_together(plan, data_size=1),
             progress=lambda done, total: progress("evaluating", done, total),
         )
     assert found is not None

@@ -79,7 +79,7 @@ class Evaluation(Callback):
                 num_samples=session.plan.config.training.evaluation_samples,
                 record=partial(session.engine.objective.record, session.plan.config.objective),
                 micro_batch_size=session.plan.batch.micro_batch_size,
-                micro_batches=scored_together(session.plan),
+                micro_batches=scored_together(session.plan, session.training.data_size),
                 data_rank=session.training.data_rank,
                 data_size=session.training.data_size,
                 sum_over_ranks=session.process.sum,
