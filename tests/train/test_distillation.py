@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.data.corpora import load_corpora
 from trainctl.data.prepare import prepare
-from trainctl.data.teacher_store import TeacherStore, check_teacher, row_type
+from trainctl.data.teacher_store import TeacherStore, check_teacher, row_type, stored_teachers
 from trainctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
@@ -31,7 +32,9 @@ from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.data import TrainingData
+from trainctl.train.models import frozen_base
 from trainctl.train.models.model import skeleton
+from trainctl.train.objectives import distillation
 from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.objectives.distillation import outcome_log_probabilities
 from trainctl.tuning.input_files import missing_files
@@ -84,10 +87,57 @@ def test_a_store_is_filled_in_shares_and_read_by_sample(tmp_path):
     np.testing.assert_array_equal(values[0, :5, :4], expected.values.numpy())
     np.testing.assert_allclose(np.exp(values[:2, :3]).sum(-1), 1, rtol=1e-6)
     assert found[2].tolist() == [[0, 1, 2, 3, 0, 0, 0, 0, 0]] * LENGTH  # no label
-    unnamed = TeacherStore(tmp_path, identity(teacher=None))
-    assert unnamed.folder == store.folder and unnamed.teacher == "a"
-    for other in ({"teacher": "b"}, {"samples": 151}, {"teacher": None, "top_k": 3}):
+    for other in ({"teacher": "b"}, {"samples": 151}, {"teacher": None}, {"top_k": 3}):
         assert len(TeacherStore(tmp_path, identity(**other)).missing()) in (50, 51)
+    TeacherStore(tmp_path, identity(teacher="b")).begin()
+    unnamed = {name: value for name, value in identity().items() if name != "teacher"}
+    assert stored_teachers(tmp_path, unnamed) == {"a": store.folder}  # b's is not whole
+    assert stored_teachers(tmp_path, unnamed | {"top_k": 3}) == {}
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "found"),
+    [("ab", "b", "b"), ("a", "b", None), ("", "", None), ("ab", "ab", "from 2 teachers: a ")],
+)
+def test_all_samples_have_one_teacher(train, held_out, found, monkeypatch):
+    stores = {"train": train, "held_out": held_out}
+    monkeypatch.setattr(distillation, "_identity", lambda plan, side: side)
+    monkeypatch.setattr(
+        distillation,
+        "stored_teachers",
+        lambda base, side: {each: base / f"teacher-{each}" for each in stores[side]},
+    )
+    plan = tiny_plan(distilling(None), 1)
+    if found and len(found) > 1:
+        with pytest.raises(TrainctlError, match=found):
+            distillation._only_teacher(plan, list(stores))
+    else:
+        assert distillation._only_teacher(plan, list(stores)) == found
+
+
+def test_a_teacher_may_have_fewer_rows_than_tokens_are_stored():
+    section = new_section("objective", "distill", top_k=8)
+    rows = np.empty(3, row_type(264, 8, "fp32"))
+    distillation._fill_rows(rows, torch.randn(3, 5), section)
+    assert all(sorted(each[:5]) == [0, 1, 2, 3, 4] for each in rows["ids"].tolist())
+    assert all(sorted(each[5:]) == [5, 6, 7] for each in rows["ids"].tolist())
+    np.testing.assert_allclose(np.exp(rows["log_probabilities"]).sum(-1), 1, rtol=1e-6)
+    assert (rows["log_probabilities"][:, 5:] == -np.inf).all() and (rows["tail"] == -np.inf).all()
+
+
+@pytest.mark.parametrize("name", ["mkdir", "write"])
+def test_a_teacher_is_named_where_nothing_can_be_written(name, teacher, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    if name == "mkdir":
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    else:
+        monkeypatch.setattr(frozen_base, "write_json", refuse)
+    process = SimpleNamespace(rank=0, world_size=1, is_first=True, gather=lambda each: [each])
+    found = distillation._Teacher(str(teacher), process).digest(tmp_path / name)
+    monkeypatch.undo()
+    assert found == distillation._Teacher(str(teacher), process).digest(tmp_path / "kept")
 
 
 def stored_rows(logits: torch.Tensor, k: int, temperature: float = 1.0) -> torch.Tensor:

@@ -69,35 +69,20 @@ class TeacherStore:
     Args:
         base: Folder of stores.
         identity: Everything that the values depend on, as plain data. `samples`, `length`,
-            `vocab_size`, `top_k` and `values` describe the rows. `teacher` None takes the store of
-            any teacher in `base`, if there is one.
+            `vocab_size`, `top_k` and `values` describe the rows. `teacher` is the digest of its
+            weights; None is no teacher's, whose store nobody has written.
     """
 
     def __init__(self, base: Path, identity: Mapping[str, Any]) -> None:
         self.identity = {"format": FORMAT, **identity}
         key = digest_of(json.dumps(self.identity, sort_keys=True))[:24]
         self.folder = base / f"teacher-{key}"
-        self.teacher: str | None = identity["teacher"]
-        """Digest of the teacher; None if no store was found."""
-        if identity["teacher"] is None:
-            self.folder, self.teacher = self._same_except_teacher(base) or (self.folder, None)
         self._count, self._length = identity["samples"], identity["length"]
         self._top_k = identity["top_k"]
         self._type = row_type(identity["vocab_size"], self._top_k, identity["values"])
         by_size = max(1, SHARE_POSITIONS // self._length)
         self._each = max(1, min(by_size, -(-self._count // MIN_SHARES)))
         self._mapped: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
-
-    def _same_except_teacher(self, base: Path) -> tuple[Path, str] | None:
-        """Return the folder of a store that differs in its teacher alone, and the teacher."""
-        for record in sorted(base.glob(f"teacher-*/{RECORD}")):
-            try:
-                found = json.loads(record.read_bytes())
-            except (OSError, ValueError):
-                continue
-            if isinstance(found, dict) and {**found, "teacher": None} == self.identity:
-                return record.parent, str(found["teacher"])
-        return None
 
     def begin(self) -> None:
         """Make the folder with the store's identity, for other processes to write shares into.
@@ -196,6 +181,24 @@ class TeacherStore:
             hint="free space there, or name another folder in objective.teacher_log_probabilities",
             exit_code=ExitCode.environment,
         )
+
+
+def stored_teachers(base: Path, identity: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the teachers that have a whole store in `base`, each with its folder.
+
+    Args:
+        identity: Identity of the store but for its teacher.
+    """
+    teachers = {}
+    for record in base.glob(f"teacher-*/{RECORD}"):
+        try:
+            found = json.loads(record.read_bytes())
+            same = found == {"format": FORMAT, **identity, "teacher": found["teacher"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if same and not TeacherStore(base, found).missing():
+            teachers[str(found["teacher"])] = record.parent
+    return teachers
 
 
 def config_of_teacher(path: Path) -> RunConfig | None:

@@ -289,7 +289,8 @@ def file_digests(
         raise TrainctlError(problem, exit_code=ExitCode.environment)
     everything = {name: entry for share, _ in shares for name, entry in share.items()}
     if kept is not None and process is not None and process.is_first and everything != known:
-        write_json(kept, {"folder": str(folder.resolve()), "files": everything})
+        with suppress(OSError):  # without the cache they are hashed again
+            write_json(kept, {"folder": str(folder.resolve()), "files": everything})
     return {name: [size, sha] for name, (size, _, sha) in sorted(everything.items())}
 
 

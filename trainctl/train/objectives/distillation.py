@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import ModelConfig
 from trainctl.data.cache_files import cache_folder
 from trainctl.data.corpora import Corpora
-from trainctl.data.teacher_store import TeacherStore, config_of_teacher
+from trainctl.data.teacher_store import TeacherStore, config_of_teacher, stored_teachers
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError
@@ -280,6 +280,8 @@ def attach_teacher(
     sha256 = process.broadcast_from_first(_recorded_digest(run) if process.is_first else None)
     if sha256 is None and config.teacher is not None:
         sha256 = _Teacher(config.teacher, process).digest(_base(config))
+    elif sha256 is None:
+        sha256 = _only_teacher(plan, sides)
     stores = [_store_of(plan, side, sha256) for side in sides]
     tasks = [(place, share) for place, store in enumerate(stores) for share in store.missing()]
     tasks = process.broadcast_from_first(tasks)
@@ -298,7 +300,7 @@ def attach_teacher(
         )
     if process.is_first and stores:
         folders = [str(store.folder) for store in stores]
-        write_json(run.teacher, {"sha256": stores[0].teacher, "folders": folders})
+        write_json(run.teacher, {"sha256": sha256, "folders": folders})
     for side, store in zip(sides, stores, strict=True):
         side.dataset.stored[TEACHER] = store
 
@@ -309,8 +311,9 @@ def attach_saved_teacher(plan: RunPlan, run: RunPaths, sides: Sequence[Side]) ->
     Raises:
         TrainctlError: They are not there (exit code 5).
     """
+    sha256 = _recorded_digest(run) or _only_teacher(plan, sides)
     for side in sides:
-        store = _store_of(plan, side, _recorded_digest(run))
+        store = _store_of(plan, side, sha256)
         if store.missing():
             raise TrainctlError(
                 f"the teacher's log-probabilities of these samples are not in {store.folder}",
@@ -328,27 +331,51 @@ def _base(config: DistillConfig) -> Path:
 
 
 def _store_of(plan: RunPlan, side: Side, sha256: str | None) -> TeacherStore:
-    """Return the store of samples; its identity is everything that the values depend on."""
+    objective = plan.config.objective
+    assert isinstance(objective, DistillConfig)
+    return TeacherStore(_base(objective), _identity(plan, side) | {"teacher": sha256})
+
+
+def _identity(plan: RunPlan, side: Side) -> dict[str, Any]:
+    """Return what the values of a store depend on, but for the teacher."""
     config, objective = plan.config, plan.config.objective
     assert isinstance(objective, DistillConfig)
-    return TeacherStore(
-        _base(objective),
-        {
-            "teacher": sha256,
-            "weights": number_formats(config.precision).weights.value,
-            "corpus": side.corpus,
-            "split": side.split,
-            "packing": config.data.packing.value,
-            "on_too_long": config.data.on_too_long.value,
-            "mask_documents": config.data.mask_documents,
-            "samples": side.dataset.num_samples,
-            "length": side.dataset.sequence_length,
-            "vocab_size": config.model.vocab_size,
-            "top_k": objective.top_k,
-            "temperature": objective.temperature,
-            "values": objective.store_as.value,
-        },
-    )
+    return {
+        "weights": number_formats(config.precision).weights.value,
+        "corpus": side.corpus,
+        "split": side.split,
+        "packing": config.data.packing.value,
+        "on_too_long": config.data.on_too_long.value,
+        "mask_documents": config.data.mask_documents,
+        "samples": side.dataset.num_samples,
+        "length": side.dataset.sequence_length,
+        "vocab_size": config.model.vocab_size,
+        "top_k": objective.top_k,
+        "temperature": objective.temperature,
+        "values": objective.store_as.value,
+    }
+
+
+def _only_teacher(plan: RunPlan, sides: Sequence[Side]) -> str | None:
+    """Return the teacher whose stores of all samples are whole; None if there is none.
+
+    Raises:
+        TrainctlError: There are several; names them (exit code 4).
+    """
+    objective = plan.config.objective
+    assert isinstance(objective, DistillConfig)
+    base = _base(objective)
+    of_sides = [stored_teachers(base, _identity(plan, side)) for side in sides]
+    common = sorted(set.intersection(*map(set, of_sides))) if of_sides else []
+    if len(common) > 1:
+        names = ", ".join(f"{each[:12]} ({of_sides[0][each].name})" for each in common)
+        raise TrainctlError(
+            f"{base} has log-probabilities of these samples from {len(common)} teachers: {names}",
+            hint="objective.teacher=DIR says which one; or keep each teacher's in a folder of "
+            "its own, and name it in objective.teacher_log_probabilities",
+            exit_code=ExitCode.environment,
+        )
+    return common[0] if common else None
 
 
 def _recorded_digest(run: RunPaths) -> str | None:
@@ -433,6 +460,8 @@ def _fill_rows(rows: npt.NDArray[Any], scores: torch.Tensor, config: DistillConf
     for start in range(0, len(rows), CHUNK_POSITIONS):
         here = slice(start, start + CHUNK_POSITIONS)
         logs = (scores[here].float() / config.temperature).log_softmax(dim=-1)
+        # A student's table may be padded to more rows than the teacher has.
+        logs = F.pad(logs, (0, max(0, config.top_k - logs.shape[-1])), value=-torch.inf)
         top = logs.topk(config.top_k, dim=-1)
         rest = logs.scatter_(-1, top.indices, -torch.inf).logsumexp(dim=-1)
         rows["ids"][here] = top.indices.cpu().numpy()
@@ -476,7 +505,8 @@ class _Teacher:
             names = {tensor.file for tensor in stored_tensors(self._path).values()}
         place = digest_of(str(self._path.resolve()))[:24]
         if self._process.is_first:
-            base.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # a store that is whole is only read
+                base.mkdir(parents=True, exist_ok=True)
         kept = base / f"teacher-files-{place}.json"
         found = file_digests(self._path, sorted({"config.json", *names}), kept, self._process)
         return digest_of(str(found))
