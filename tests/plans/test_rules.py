@@ -728,6 +728,19 @@ ERRORS = [
         "parallelism.tensor=2 with objective.kind=",
         "objective=next_token",
     ),
+    *(
+        (
+            "TC473",
+            {"objective__kind": "classify", "objective__class_weights": weights},
+            gpus(),
+            message,
+            hint,
+        )
+        for weights, message, hint in (
+            ([1.0], "has 1 numbers, and objective.outputs=2", "objective.outputs=1"),
+            ([1.0, -0.5], "has -0.5, and a weight is 0 or more", "0 leaves"),
+        )
+    ),
     ("TC490", {"objective__kind": "grpo"}, gpus(), "objective.rewards has none", "exact_answer"),
     *(
         (

@@ -82,7 +82,7 @@ def build_plan_corpora(
     for corpus in corpora.values():
         for rows in map(corpus.targets, (corpus.train, corpus.held_out)):
             if rows is not None:
-                check_labels(config.objective, rows)
+                check_labels(config.objective, rows, corpus.classes)
     _check_length(plan, corpora, notify)
     return corpora
 

@@ -38,19 +38,27 @@ def targets_of(encoder: object, text: str) -> Targets:
     return encoder.targets(text) if isinstance(encoder, TargetEncoder) else ()
 
 
-def check_labels(config: ObjectiveConfig, rows: Rows) -> None:
+def check_labels(config: ObjectiveConfig, rows: Rows, classes: Sequence[str] = ()) -> None:
     """Check that a classifier has an output for each label of its texts.
 
     Args:
         rows: Targets of all texts, (texts, width).
+        classes: Names that the targets number; empty if they are numbers themselves.
 
     Raises:
-        TrainctlError: A class has no output, or a text has more labels than the problem allows.
+        TrainctlError: A class has no output, a text has more labels than the problem allows, or
+            names are to be predicted as numbers.
     """
     if not isinstance(config, ClassifyConfig):
         return
     outputs, problem = f"objective.outputs={config.outputs}", config.problem
     if problem is Labelling.regression:
+        if classes:
+            raise TrainctlError(
+                f"labels are text ({classes[0]!r}), and objective.problem={problem.value} predicts "
+                "numbers",
+                hint="write them as numbers, without quotes: 3.5",
+            )
         if rows.shape[1] > config.outputs:
             raise TrainctlError(
                 f"a text has {rows.shape[1]} numbers to predict, and {outputs}",

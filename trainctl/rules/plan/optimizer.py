@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from trainctl.options.data.stream import StreamConfig
 from trainctl.options.limits import never_value, only_value
 from trainctl.options.model import spec_of as model_of
 from trainctl.options.objective import objective_of
+from trainctl.options.objective.classify import ClassifyConfig
 from trainctl.options.objective.distill import DistillConfig
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.options.reward import RewardsConfig
@@ -399,6 +401,36 @@ OBJECTIVE_LIMITS = (
     only_value("stability.z_loss", 0, "it is a part of the next token's loss"),
 )
 """Settings that objectives other than the next token's have been verified with."""
+
+
+@rule(
+    "TC473",
+    "objective.class_weights",
+    example="recipe=classify-tiny 'objective.class_weights=[1, 2, 0.5]'",
+)
+def classes_have_a_weight_each(draft: Draft) -> Iterator[Problem]:
+    """Every class has a weight of 0 or more, or none has one.
+
+    The loss of a text is multiplied by the weight of its class: a list of another length leaves
+    classes without one, and a negative weight teaches the opposite of a label.
+
+    Fix: Give objective.class_weights one number for each of objective.outputs, or leave it out.
+    """
+    objective = draft.config.objective
+    if not isinstance(objective, ClassifyConfig) or not objective.class_weights:
+        return
+    weights, outputs = objective.class_weights, objective.outputs
+    if len(weights) != outputs:
+        yield Problem(
+            f"objective.class_weights has {len(weights)} numbers, and objective.outputs={outputs}",
+            f"objective.outputs={len(weights)}, or a weight for each of {outputs} classes",
+        )
+    wrong = [weight for weight in weights if not 0 <= weight < math.inf]
+    if wrong:
+        yield Problem(
+            f"objective.class_weights has {wrong[0]:g}, and a weight is 0 or more",
+            "0 leaves texts of a class out of the loss",
+        )
 
 
 @rule(
