@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from chat_files import write_tokenizer
 from fabricated import fabricate
 from rank_processes import (
     SECONDS,
@@ -27,10 +28,12 @@ from rank_processes import (
     trained,
     with_stop,
 )
-from transformers import AutoModelForSequenceClassification
+from safetensors.torch import save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trainctl.config.registry import new_section
 from trainctl.data.targets import check_labels
+from trainctl.data.tokenizer import load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.errors import TrainctlError
 from trainctl.options.objective import objective_of
@@ -41,7 +44,7 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.export.adapter import export_adapter
 from trainctl.train.export.check import check_adapter, check_directory
-from trainctl.train.export.directory import export
+from trainctl.train.export.directory import export, write_all_but_weights
 from trainctl.train.models.frozen_base import FullModel, initial_base
 from trainctl.train.models.model import skeleton, whole_pieces
 from trainctl.train.models.weights import SeedWeights
@@ -202,6 +205,41 @@ def test_the_curve_is_trls_and_the_export_is_transformers(pairs, tmp_path):
     assert scored[0]["reward"] == pytest.approx(alone[0], abs=1e-5) != scored[1]["reward"]
     padded = torch.tensor([[*texts[0], PAD, PAD, PAD], texts[1]])
     assert loaded(input_ids=padded).logits.flatten().tolist() == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pad", "rows", "padding"),
+    [
+        ("<pad>", 300, "<pad>"),
+        (None, 300, "<|pad|>"),
+        ("<|im_end|>", 300, "<|pad|>"),
+        ("<|im_end|>", None, "<s>"),
+    ],
+)
+def test_an_exported_tokenizer_pads_with_what_the_model_expects(pad, rows, padding, tmp_path):
+    """A text ends with `<|im_end|>`; the tokenizer may pad with it, too, or with nothing."""
+    settings = write_tokenizer(tmp_path / "from") / "tokenizer_config.json"
+    facts = {**json.loads(settings.read_text()), "pad_token": pad}
+    settings.write_text(json.dumps({name: value for name, value in facts.items() if value}))
+    config = tiny_config(objective__kind="classify", model__score_outputs=2)
+    config.tokenizer = new_section("tokenizer", "hf", path=str(tmp_path / "from"))
+    config.model.vocab_size = rows or load_tokenizer(config.tokenizer).vocab_size
+    torch.manual_seed(0)
+    (made := tmp_path / "made").mkdir()
+    model = type(skeleton(config.model, torch.float32))(
+        skeleton(config.model, torch.float32).config
+    )
+    notes = write_all_but_weights(model, config, torch.float32, made)
+    save_file(model.state_dict(), made / "model.safetensors", {"format": "pt"})
+    assert not notes
+    loaded = AutoModelForSequenceClassification.from_pretrained(made).eval()
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    assert tokenizer.pad_token == padding and loaded.config.pad_token_id == tokenizer.pad_token_id
+    texts = ["1+1=2<|im_end|>", "a longer text<|im_end|>"]
+    with torch.no_grad():
+        alone = [loaded(**tokenizer(text, return_tensors="pt")).logits for text in texts]
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        torch.testing.assert_close(loaded(**batch).logits, torch.cat(alone))
 
 
 @pytest.mark.slow
@@ -437,3 +475,9 @@ def test_f1_follows_from_sums():
 def test_labels_that_no_output_has_are_refused_before_a_start(values, rows, said):
     with pytest.raises(TrainctlError, match=said):
         check_labels(new_section("objective", "classify", **values), np.float32(rows))
+
+
+def test_text_is_not_predicted_as_a_number():
+    section = new_section("objective", "classify", outputs=1, problem=Labelling.regression)
+    with pytest.raises(TrainctlError, match=r"labels are text \('3\.5'\)"):
+        check_labels(section, np.float32([[0], [1]]), ("3.5", "4.5"))

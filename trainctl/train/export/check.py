@@ -273,10 +273,20 @@ def _nudges(values: torch.Tensor, place: float, generator: torch.Generator) -> t
     return 1 + (torch.randint(0, 2, values.shape, generator=generator) * 2 - 1) * place
 
 
-def _scores(model: nn.Module, ids: list[int]) -> torch.Tensor:
-    """Return the log-probabilities of tokens after each position, or a classifier's logits."""
+def _scores(model: nn.Module, ids: list[int], padding: Sequence[int] = ()) -> torch.Tensor:
+    """Return the log-probabilities of tokens after each position, or a classifier's logits.
+
+    Args:
+        padding: Ids that follow in a batch with a longer text.
+    """
+    batch = torch.tensor(
+        [[*ids, *padding], *([[*ids, *ids[:1] * len(padding)]] if padding else [])]
+    )
+    mask = torch.ones_like(batch)
+    mask[0, len(ids) :] = 0
+    masked = {"attention_mask": mask} if padding else {}
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=torch.tensor([ids])).logits[0].float()
+        logits: torch.Tensor = model(input_ids=batch, **masked).logits[0].float()
     return logits[None] if logits.dim() == 1 else logits.log_softmax(dim=-1)
 
 
@@ -352,6 +362,11 @@ class TransformersTarget:
         self._tokenizer = None
         if (case.out / "tokenizer_config.json").is_file():
             self._tokenizer = AutoTokenizer.from_pretrained(case.out, **trusts)
+        self._padding: int | None = None
+        """Id that pads texts of a batch to score, by the tokenizer if there is one."""
+        if case.config.model.score_outputs is not None:
+            padded_by = self._tokenizer or self._model.config
+            self._padding = padded_by.pad_token_id
 
     def _load(self, case: ExportCase, **trusts: bool) -> Any:
         if case.config.model.is_module:
@@ -361,7 +376,9 @@ class TransformersTarget:
         return kind.from_pretrained(case.out, dtype=torch.float32, **trusts).eval()
 
     def scores(self, ids: list[int]) -> torch.Tensor:
-        return _scores(self._model, ids)
+        if self._padding is None:
+            return _scores(self._model, ids)
+        return _scores(self._model, ids, [self._padding] * 3)
 
     def text_ids(self, text: str) -> list[int] | None:
         if self._tokenizer is None:
@@ -392,6 +409,7 @@ class _PeftTarget(TransformersTarget):
 
         super().__init__(case)
         self.library, self._tokenizer = f"peft {peft.__version__}", None
+        self._padding = None  # the base's
 
     def _load(self, case: ExportCase, **trusts: bool) -> Any:
         import peft

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerConfig
@@ -229,6 +230,8 @@ def write_all_but_weights(
         return [NOT_LOADED, *_copy_tokenizer(config.tokenizer, folder)]
     _write_config(model, config, dtype, folder)
     notes = _copy_tokenizer(config.tokenizer, folder) + _write_chat(model, config, folder)
+    if config.model.score_outputs is not None:
+        notes += _name_padding(model.config.pad_token_id, folder)
     if isinstance(config.objective, ContrastiveConfig):
         _write_embedding_modules(config, config.objective, folder)
     return notes
@@ -310,10 +313,41 @@ def _padding_id(config: RunConfig) -> int | None:
     """
     tokenizer, rows = load_tokenizer(config.tokenizer), config.model.vocab_size
     named = {} if tokenizer.file is None else special_tokens_of(tokenizer.file)
-    known = tokenizer.id_of(named["pad_token"]) if "pad_token" in named else None
-    if known is not None and known != tokenizer.end_of_document:
-        return known
-    return tokenizer.vocab_size if tokenizer.vocab_size < rows else None
+    pad, start = (
+        tokenizer.id_of(named[key]) if key in named else None for key in ("pad_token", "bos_token")
+    )
+    unused = tokenizer.vocab_size if tokenizer.vocab_size < rows else None
+    usable = (each for each in (pad, unused, start) if each != tokenizer.end_of_document)
+    return next((each for each in usable if each is not None), None)
+
+
+def _name_padding(number: int | None, folder: Path) -> list[str]:
+    """Let an exported tokenizer pad with the id that the model expects; return notes.
+
+    Args:
+        number: `pad_token_id` of the model; an unused one gets a token.
+    """
+    if number is None:
+        return [
+            "no id is left to pad with that no text ends with: score one text at a time, or train "
+            "a model with a larger model.vocab_size"
+        ]
+    files = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    token = tokenizer.id_to_token(number)
+    if token is None:
+        token = "<|pad|>"
+        while tokenizer.token_to_id(token) is not None:
+            token = f"<{token}>"
+        tokenizer.add_special_tokens([token])
+        if tokenizer.token_to_id(token) != number:  # there are unused ids below
+            return [f"its tokenizer has no token to pad with: pad texts of a batch with {number}"]
+        tokenizer.save(str(folder / "tokenizer.json"))
+    for file in filter(Path.is_file, files):
+        write_json(file, json.loads(file.read_text(encoding="utf-8")) | {"pad_token": token})
+    return []
 
 
 def _write_chat(model: PreTrainedModel, config: RunConfig, folder: Path) -> list[str]:
