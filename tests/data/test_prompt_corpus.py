@@ -22,6 +22,7 @@ from trainctl.data.packing import load_bins
 from trainctl.data.prepare import prepare
 from trainctl.data.record_encoders import PromptEncoder
 from trainctl.data.sample_contents import read_samples
+from trainctl.data.text_search import find_text
 from trainctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.reward import RewardSection
@@ -144,6 +145,10 @@ def test_a_prompt_is_found_with_its_columns_by_its_place_in_the_order(
     shown = read_samples(plan, corpora, ByteTokenizer(), [*range(20)], most_characters=0)
     each_prompt = [prompts[counter // plan.config.objective.samples].text for counter in range(20)]
     assert [each.text for each in shown] == each_prompt  # a counter is that of an answer
+    each = plan.config.objective.samples
+    events = [{"event": "step", "step": n, "samples": [n * each, (n + 1) * each]} for n in range(9)]
+    (match,) = find_text(plan, corpora, ByteTokenizer(), prompts[3].text, events)
+    assert [(at.step, at.sample) for at in match.seen] == [(3, 3 * each)]
     prompts += [held_out.prompt(index) for index in range(held_out.num_samples)]
     assert all(bytes(each.ids).decode() == each.text for each in prompts)
     found = {each.text: each.columns for each in prompts}

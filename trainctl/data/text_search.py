@@ -14,6 +14,7 @@ from trainctl.data.order import SampleOrder
 from trainctl.data.packing import load_bins, packed_token_count
 from trainctl.data.sample_contents import training_text
 from trainctl.data.tokenizer import Tokenizer
+from trainctl.options.objective.grpo import answers_per_prompt
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.types import RunPlan
 from trainctl.runs.records import Event
@@ -127,9 +128,11 @@ class _History:
         self, plan: RunPlan, corpora: Mapping[str, Corpus], events: Iterable[Event]
     ) -> None:
         self._steps, self._firsts, self._ends = array("q"), array("q"), array("q")
+        self._answers = answers_per_prompt(plan.config.objective)
         for event in events:
             if event["event"] == "step" and event.get("samples"):
-                self._add(event["step"], *event["samples"])
+                first, end = event["samples"]  # of answers, where the order counts prompts
+                self._add(event["step"], first // self._answers, end // self._answers)
         self._order: SampleOrder | None = None
         self._plan, self._corpora = plan, corpora
         if self._steps:
@@ -160,4 +163,5 @@ class _History:
         for seen in self._order.occurrences(source, token, max(self._ends)):
             number = bisect_right(self._firsts, seen.counter) - 1
             if number >= 0 and seen.counter < self._ends[number]:  # otherwise skipped by a rewind
-                yield Sighting(self._steps[number], seen.counter, seen.epoch)
+                counter = seen.counter * self._answers
+                yield Sighting(self._steps[number], counter, seen.epoch)

@@ -20,6 +20,7 @@ from trainctl.engines.stopwatch import PhaseMemory, peak_resident_bytes
 from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.memory.traced import known_traced_model
 from trainctl.options.callbacks import Callback, Context
+from trainctl.options.objective.grpo import answers_per_prompt
 from trainctl.plans.flops import flops_of_run, utilisation
 from trainctl.plans.types import Batch, RunPlan
 from trainctl.runs.records import round_measured
@@ -107,7 +108,9 @@ class StepRecords(Callback):
         if step is None or not session.plan.config.data.sources:
             return {}
         end = step.first_sample + step.batch.global_batch_size
-        return {"sources": session.training.source_draws(step.first_sample, end)}
+        answers = answers_per_prompt(session.plan.config.objective)
+        drawn = session.training.source_draws(step.first_sample // answers, end // answers)
+        return {"sources": {name: count * answers for name, count in drawn.items()}}
 
     def _precision(self) -> dict[str, object]:
         """Return whether the last update was skipped, and the next step's fp16 loss scale."""
