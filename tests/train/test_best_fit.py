@@ -23,6 +23,7 @@ from trainctl.data.tokenizer import ByteTokenizer, load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.protocol import Engine
 from trainctl.errors import TrainctlError
+from trainctl.options.objective import objective_of
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
@@ -116,7 +117,10 @@ def test_the_loss_is_a_mean_over_labels_and_not_over_padding(config, mask):
     _, batch = every_sample(config, corpus, mask=mask)
     process = SimpleNamespace(sum=lambda *values: list(values), world_size=1)
     mesh = SimpleNamespace(data=SimpleNamespace(size=1))
-    engine = SimpleNamespace(_plan=tiny_plan(config, 1), _process=process, mesh=mesh)
+    objective = objective_of(config.objective)
+    engine = SimpleNamespace(
+        _plan=tiny_plan(config, 1), _process=process, mesh=mesh, objective=objective
+    )
     counted = Engine._num_labels(engine, [batch])
     assert counted == int((batch.labels != IGNORED_LABEL).sum()) < batch.labels.numel()
 

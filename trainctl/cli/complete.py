@@ -113,7 +113,7 @@ def _suggest_values(leaf: Leaf) -> list[str]:
     if leaf.choices:
         is_list = get_origin(leaf.hint) is list
         return [*found, *(f"[{name}]" if is_list else name for name in leaf.choices)]
-    if isinstance(default, (int, float, str)) and str(default) and " " not in str(default):
+    if isinstance(default, (int, float, str)) and len(f"{default}".split()) == 1:
         found.append(str(default))
     return found
 

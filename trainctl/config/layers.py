@@ -79,6 +79,10 @@ class Stack:
             source = f"{setting.source} {note}".rstrip()
             self._place(setting)
             self.layers.setdefault(setting.key, []).append(Layer(source, setting.value))
+            above = setting.key
+            while above := above.rpartition(".")[0]:  # a mapping that is not empty any more
+                if above in self.layers and self.layers[above][-1].value == {}:
+                    del self.layers[above]
 
     def apply_level(self, settings: Sequence[Setting], note: str = "") -> list[Finding]:
         """Set the keys of one file or of the command line.

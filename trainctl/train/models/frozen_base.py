@@ -230,13 +230,10 @@ def _shapes_to_continue(whole: FullModel, shapes: Shapes) -> dict[str, list[int]
     """Return the shapes that a new run's start must have: not those of another head, or of blocks
     that an objective adds.
     """
+    if whole.config.score_outputs is None:
+        return {name: shape for name, shape in shapes.items() if not may_be_new(name)}
     inside = f"{whole.skeleton.base_model_prefix}."
-    has_head = whole.config.score_outputs is not None
-    return {
-        name: shape
-        for name, shape in shapes.items()
-        if (name.startswith(inside) if has_head else not may_be_new(name))
-    }
+    return {name: shape for name, shape in shapes.items() if name.startswith(inside)}
 
 
 def adapter_of(manifest: Mapping[str, Any]) -> AdapterConfig:
