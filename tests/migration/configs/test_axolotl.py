@@ -191,9 +191,25 @@ def test_the_strengths_of_preference_losses():
     assert result.choices["objective"] == "kto" and result.choices["data"] == "answers"
     assert result.settings["objective.beta"] == 0.2
     assert result.settings["objective.undesirable_weight"] == 1.5
+    # A sample has both answers, each with its prompt; there each is as long by itself.
+    assert result.settings["training.sequence_length"] == 2 * 512
+    assert "sequence_len" in left(result, why=Why.default)
     result = imported(rl="dpo", dpo_label_smoothing=0.1, orpo_alpha=0.2)
     assert result.settings["objective.label_smoothing"] == 0.1
     assert "orpo_alpha" in left(result, why=Why.ignored)
+
+
+def test_reward_models():
+    entry = {"path": "json", "data_files": "b.jsonl", "type": "bradley_terry.chat_template"}
+    result = imported(reward_model=True, center_rewards_coefficient=0.01, datasets=[entry])
+    assert (result.choices["objective"], result.choices["data"]) == ("reward", "preferences")
+    assert result.settings["objective.centering"] == 0.01
+    entry["type"] = "stepwise_supervised"
+    steps = imported(process_reward_model=True, datasets=[entry], sequence_len=2048)
+    assert (steps.choices["objective"], steps.choices["data"]) == ("process_reward", "steps")
+    assert steps.settings["training.sequence_length"] == 2048  # one answer
+    grpo = next(each for each in imported(rl="grpo").left_out if each.key == "rl")
+    assert grpo.nearest == "objective=grpo"
 
 
 def test_the_key_that_says_which_turns_are_learned_is_kept():

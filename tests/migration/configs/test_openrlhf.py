@@ -127,6 +127,9 @@ def test_programs_without_rollouts_and_flags_of_older_versions():
     assert sft.settings["optimizer.lr"] == 1e-5 and sft.settings["training.epochs"] == 2.0
     assert sft.settings["training.sequence_length"] == 2048
     dpo = convert("train_dpo", beta=0.05, ipo=True, zero_stage=2, micro_train_batch_size=2)
+    assert dpo.settings["training.sequence_length"] == 2 * 512
+    long = convert("train_rm", data__max_len=4096)
+    assert long.settings["training.sequence_length"] == 2 * 4096 and "data.max_len" in left(long)
     assert dpo.choices["objective"] == "dpo" and dpo.settings["objective.loss"] == "ipo"
     assert dpo.settings["objective.beta"] == 0.05 and dpo.settings["training.micro_batch_size"] == 2
     reward = convert("train_rm", eval__dataset="c/d", eval__steps=50, rollout__batch_size=8)

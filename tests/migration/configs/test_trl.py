@@ -112,6 +112,7 @@ def test_supervised_fine_tuning_with_an_adapter():
 def test_objectives():
     dpo = convert(beta=0.2, loss_type=["ipo"], dataset_name="a/b")
     assert dpo.choices["objective"] == "dpo" and dpo.choices["data"] == "preferences"
+    assert dpo.settings["training.sequence_length"] == 2 * 1024
     assert dpo.settings["objective.loss"] == "ipo" and dpo.settings["objective.beta"] == 0.2
     other = convert(beta=0.2, loss_type="apo_zero", label_smoothing=0.1)
     assert "loss_type" in left(other)

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainctl.config.keys import as_override
+from trainctl.config.registry import load_spec
 from trainctl.errors import Finding
 from trainctl.migration.configs.result import ConvertedKeys, ImportResult, Why
 from trainctl.migration.configs.tables import KeyTable, TableEntry
+from trainctl.options.data import SampleKind
 
 FREE = ("callbacks.", "deepspeed.", "logging.", "model.")
 """Keys of sections that the composition without the model and the loggers does not have."""
+
+
+LENGTH = "training.sequence_length"
 
 
 @dataclass
@@ -173,9 +178,30 @@ def import_document(
             _apply(conversion, key, value, found)
     for function in dict.fromkeys(entry.convert for entry in table.keys.values() if entry.convert):
         converter(function)(conversion)
+    _make_room_for_answers(conversion)
     left = {each.key for each in conversion.converted.left_out}
     conversion.converted.imported = (conversion.converted.imported | to_convert) - left
     return _result(conversion)
+
+
+def _make_room_for_answers(conversion: Conversion) -> None:
+    """Double the length of samples with two answers: other programs have one row for each."""
+    converted = conversion.converted
+    length, kind = converted.settings.get(LENGTH), converted.choices.get("objective")
+    if kind is None or not is_number(length):
+        return
+    if load_spec("objective", kind).takes not in (SampleKind.pairs, SampleKind.answers):
+        return
+    converted.settings[LENGTH] = 2 * length
+    names = (
+        name for name, entry in conversion.table.keys.items() if LENGTH in (entry.key, *entry.to)
+    )
+    conversion.leave(
+        next(names),
+        f"it is of a prompt with one answer, and a sample has two of both: {2 * length} here",
+        f"{LENGTH}={2 * length}",
+        value=length,
+    )
 
 
 def _apply(conversion: Conversion, key: str, value: Any, entry: TableEntry | None) -> None:

@@ -129,7 +129,13 @@ def frozen(source: Conversion) -> None:
     source.set("training.freeze", [f"^(?!.*(?:{kept}))"], "unfrozen_parameters")
 
 
-PREFERENCES = ("dpo", "ipo", "orpo", "simpo")
+RECORDS = {
+    **dict.fromkeys(("dpo", "orpo", "simpo", "reward"), "preferences"),
+    "kto": "answers",
+    "process_reward": "steps",
+}
+"""Kind of data for each objective of records."""
+REWARD_MODELS = {"reward_model": "reward", "process_reward_model": "process_reward"}
 WEIGHTS = ("desirable_weight", "undesirable_weight")
 """Keys of KTO."""
 
@@ -169,16 +175,32 @@ def objective(source: Conversion) -> None:
             if source.given(f"kto_{name}"):
                 source.set(f"objective.{name}", source.number(f"kto_{name}"), f"kto_{name}")
                 used.add(f"kto_{name}")
+    elif not kind and (keys := _reward_model(source)):
+        used |= keys
     elif not kind and source.get("kd_trainer"):
         used |= _distillation(source)
     else:
         source.set("objective", "next_token")
         if kind:
-            source.leave("rl", f"there is no objective {kind}", "objective=dpo")
+            is_sampled = kind in ("grpo", "gdpo")
+            reason = "rewards are set up anew" if is_sampled else f"there is no objective {kind}"
+            source.leave("rl", reason, "objective=grpo" if is_sampled else "objective=dpo")
     names = [n for n, e in source.table.keys.items() if e.convert == "axolotl.objective"]
     for name in names:
         if name != "rl" and name not in used and source.given(name):
             source.leave(name, f"rl: {kind or 'none'} does not use it", why=Why.ignored)
+
+
+def _reward_model(source: Conversion) -> set[str]:
+    """Convert a reward model, of answers or of steps; return the keys that it uses."""
+    used = {name for name in REWARD_MODELS if source.get(name) is True}
+    for name in used:
+        source.set("objective", REWARD_MODELS[name], name)
+    if used == {"reward_model"}:
+        used.add("center_rewards_coefficient")
+        centering = source.number("center_rewards_coefficient") or 0.0
+        source.set("objective.centering", centering, "center_rewards_coefficient")
+    return used
 
 
 def _distillation(source: Conversion) -> set[str]:
@@ -450,8 +472,7 @@ def held_out(source: Conversion) -> None:
 
 def datasets(source: Conversion) -> None:
     """Convert what is trained on: files, their form, and the template of conversations."""
-    kind = str(source.get("rl"))
-    records = "answers" if kind == "kto" else "preferences" if kind in PREFERENCES else None
+    records = RECORDS.get(source.converted.choices["objective"])
     parts = [
         _data_part(source, f"{name}[{index}].", entry, records=records)
         for name in ("datasets", "pretraining_dataset")

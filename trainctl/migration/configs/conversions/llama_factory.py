@@ -139,7 +139,8 @@ def stage(source: Conversion) -> None:
         used = set()
         source.set("objective", "next_token", "stage")
         if kind not in ("sft", "pt"):
-            source.leave("stage", f"there is no objective {kind}", "objective=dpo")
+            nearest = "objective=grpo" if kind == "ppo" else "objective=dpo"
+            source.leave("stage", f"there is no objective {kind}", nearest)
     elif loss == "orpo":
         source.set("objective", "orpo", "stage", "pref_loss")
         source.set("objective.weight", beta, "pref_beta")
