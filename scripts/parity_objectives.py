@@ -38,6 +38,10 @@ def measured(row: str, steps: int) -> list[str]:
         except RanksFailed as failure:
             print(failure, file=sys.stderr)
             return ["inf"] * len(COLUMNS)
+    rest, alone = found["LoRA at rest"], found["LoRA alone"]
+    if rest is not None and alone is not None:
+        moved = difference(alone, rest)
+        assert moved > TOLERANCE, f"{row}: the adapter changes a loss by {moved:.1e} alone"
     cells = []
     for name in COLUMNS:
         losses, reference = found[name], found[LAYOUTS[name].compared_with]

@@ -24,7 +24,7 @@ from trainctl.options.data import SampleKind
 from trainctl.rules.resolve import resolve
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.model import skeleton
-from trainctl.tuning.input_files import missing_files
+from trainctl.tuning.input_files import check_model_files, missing_files
 
 SMALL = (
     "model=tiny-llama",
@@ -107,8 +107,11 @@ def test_tiny_recipes_start_with_data_alone(name: str, tmp_path: Path) -> None:
         given = data_of(name, tmp_path)
     if name in WAITING:
         given.append(f"model.path={tmp_path / 'model'}")
+    if name == "grpo-tiny":  # for the model.initial_weights=RUN of its first lines
+        given.append("model.weights=random")
     config = compose([f"recipe={name}", *given]).config
     findings = (
+        *check_model_files(config),
         *missing_files(config),
         *resolve(config, resolve_hardware(config.hardware)).findings,
     )

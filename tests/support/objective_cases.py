@@ -36,7 +36,8 @@ class Layout:
     compared_with: str = "1"
 
 
-ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4}
+ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4, "optimizer__lr": 1e-2}
+"""An adapter starts as nothing: with the rate of the other layouts no loss would change."""
 LAYOUTS: Mapping[str, Layout] = {
     "1": Layout(),
     "accumulation": Layout(1, {"training__micro_batch_size": 2}),
@@ -49,6 +50,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "SP 2": Layout(2, {"zero_stage__stage": 1, "parallelism__sequence": 2}),
     "recomputed": Layout(2, {"zero_stage__stage": 3, "activation_checkpointing__mode": "full"}),
     "FSDP2": Layout(2, {"zero_stage__stage": 3, "engine__kind": "fsdp2"}),
+    "LoRA at rest": Layout(1, {**ADAPTER, "optimizer__lr": 1e-12}, "LoRA at rest"),
     "LoRA alone": Layout(1, ADAPTER, "LoRA alone"),
     "LoRA": Layout(2, {"zero_stage__stage": 3, **ADAPTER}, "LoRA alone"),
 }
