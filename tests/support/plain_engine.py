@@ -16,7 +16,7 @@ from rank_processes import Case
 from torch import nn
 
 from trainctl.config import registry
-from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch, StepSums
+from trainctl.engines.micro_batch import MicroBatch, StepSums
 from trainctl.engines.process import Process, ProcessMesh
 from trainctl.engines.protocol import Change, Engine, Job, MakeParameter, States
 from trainctl.engines.shards import ElementRange, Fragment, Pieces
@@ -76,14 +76,14 @@ class PlainEngine(Engine):
     def run(self, batches: Sequence[MicroBatch], num_labels: float) -> StepSums:
         sums = StepSums(torch.device("cpu"))
         for batch in batches:
-            loss = self._loss(batch)
+            loss = self.output(batch)
             (loss / num_labels).backward()
             sums.add(loss, self._module)
         for parameter in self.pieces:
             dist.all_reduce(parameter.grad, group=self.mesh.data.group)
         return sums
 
-    def _loss(self, batch: MicroBatch) -> torch.Tensor:
+    def output(self, batch: MicroBatch) -> torch.Tensor:
         loss: torch.Tensor = self._module(batch.model_inputs(torch.device("cpu")), batch.labels)
         return loss
 
@@ -101,9 +101,6 @@ class PlainEngine(Engine):
     @property
     def norm_of_update(self) -> float | None:
         return self._norm
-
-    def score(self, batch: MicroBatch) -> tuple[float, ...]:
-        return float(self._loss(batch)), int((batch.labels != IGNORED_LABEL).sum())
 
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
         logits: torch.Tensor = self._module(batch.model_inputs(torch.device("cpu")))
