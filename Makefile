@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check format docs docs-site install trackers release help
+.PHONY: demo test check format docs docs-site install trackers skypilot release help
 
 demo: $(VENV)/.installed-run  ## Train the tiny recipe on this machine, in a few minutes
 	$(BIN)/trainctl launch recipe=tiny
@@ -38,6 +38,8 @@ install: $(VENV)/.installed-all  ## Install all that running, tests and checks n
 
 trackers: $(VENV)-trackers/.installed  ## Install W&B, MLflow and Trackio, apart: their pins clash
 
+skypilot: $(VENV)-skypilot/.installed  ## Install SkyPilot, apart: its click clashes with typer's
+
 release: $(VENV)/.installed-all  ## Build and check a release; VERSION=X.Y.Z
 	$(BIN)/python scripts/release.py '$(VERSION)'
 
@@ -57,7 +59,8 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.$(EXTRAS_$*)'
 	@touch $@ $(STAMPS_$*)
 
-$(VENV)-trackers/.installed: scripts/trackers.txt
+# Environments of their own, each for its list.
+$(VENV)-%/.installed: scripts/%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --no-compile --requirement scripts/trackers.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile --requirement $<
 	@touch $@

@@ -1,6 +1,6 @@
 """Train small models of many architectures on each axis, and record which axes may split them.
 
-    python scripts/architectures.py [--only qwen2,phi3] [--check]
+    python scripts/architectures.py [--only qwen2,phi3] [--columns context] [--check]
 
 Each cell of `trainctl/options/architectures.json` compares 30 steps in fp32 on two processes with
 30 steps on one process. It holds the largest difference of a loss or the largest relative
@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,14 +43,20 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="comma-separated architectures; others keep their rows")
+    parser.add_argument("--columns", help="comma-separated columns; others keep their cells")
     parser.add_argument(
         "--check", action="store_true", help="check that the page has the table; write nothing"
     )
     arguments = parser.parse_args()
     if not arguments.check:
         names = arguments.only.split(",") if arguments.only else list(ARCHITECTURES)
-        kept = architectures.architectures_table().rows if arguments.only else {}
-        write({**kept, **dict(measured(names))})
+        columns = arguments.columns.split(",") if arguments.columns else list(COLUMNS)
+        kept = architectures.architectures_table().rows
+        rows = dict(kept) if arguments.only else {}
+        for name, row in measured(names, columns):
+            found = {**(kept[name] if arguments.columns else {}), **row}
+            rows[name] = {column: found[column] for column in COLUMNS}
+        write(rows)
         architectures.architectures_table.cache_clear()
     text = PAGE.read_text(encoding="utf-8")
     wanted = with_table(text)
@@ -59,21 +65,19 @@ def main() -> int:
     return int(arguments.check and text != wanted)
 
 
-def measured(names: list[str]) -> Iterator[tuple[str, Row]]:
-    """Yield each architecture's name and row, one after the other."""
+def measured(names: list[str], columns: list[str]) -> Iterator[tuple[str, Row]]:
+    """Yield each architecture's name and the wanted cells of its row, one after the other."""
     # The plan refuses what the current table forbids, and the table is what is measured here.
     architectures.why_not = lambda model_type, column: None  # type: ignore[assignment]
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            row = row_of(name, Path(folder))
+            row = row_of(name, Path(folder), columns)
         print(name, row, flush=True)
         yield name, row
 
 
-def row_of(name: str, folder: Path) -> Row:
-    """Train an architecture on each axis, all axes on the same ranks, and return the row of the
-    table.
-    """
+def row_of(name: str, folder: Path, columns: list[str]) -> Row:
+    """Train an architecture on some axes, all on the same ranks, and return their cells."""
     model = directory(folder / "model", name)
     alone = case(plan(model, {}, steps=STEPS), folder / "alone")
     train_cases(1, [alone])
@@ -81,15 +85,15 @@ def row_of(name: str, folder: Path) -> Row:
     assert clips_enough(reference), f"{name}: clipped in too few steps"
     row: Row = {}
     cases = {}
-    for column, settings in COLUMNS.items():
-        plan_or_errors = plan(model, settings, steps=STEPS)
+    for column in columns:
+        plan_or_errors = plan(model, COLUMNS[column], steps=STEPS)
         if isinstance(plan_or_errors, RunPlan):
             cases[column] = case(plan_or_errors, folder / column)
         else:
             row[column] = "; ".join(item.message.rpartition(": ")[2] for item in plan_or_errors)
     for column, outcome in trained(cases).items():
         row[column] = cell(reference, outcome)
-    return {column: row[column] for column in COLUMNS}
+    return row
 
 
 def trained(cases: dict[str, Case]) -> dict[str, Curve | str]:
@@ -136,7 +140,7 @@ def cell(reference: Curve, outcome: Curve | str) -> float | str:
     return float(text) if largest <= TOLERANCE else f"the curve differs by {text}"
 
 
-def write(rows: dict[str, Row]) -> None:
+def write(rows: dict[str, Mapping[str, float | str]]) -> None:
     """Write the table with its rows in the order of `ARCHITECTURES`."""
     content = {
         "versions": {name: version(name) for name in PACKAGES},

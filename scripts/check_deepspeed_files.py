@@ -28,13 +28,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.codec import flatten, nest
 from trainctl.config.compose import compose
 from trainctl.config.json_file import read_json
 from trainctl.config.schema import Accelerator
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.migration.configs.import_json import BATCH, ImportResult, import_json, world_size_of
-from trainctl.plans.deepspeed import flatten
 from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, JsonContext
 from trainctl.rules.registry import JSON_RULES, CheckedFile, check_file, check_json
 from trainctl.rules.resolve import resolve
@@ -178,14 +178,7 @@ def filled(json: Mapping[str, Any], *, ranks: int) -> dict[str, Any]:
     for key, value in flatten(json):
         is_open = value == AUTO and key in HF_AUTO_KEYS
         values.append((key, {**FILLED, **batch}.get(key, value) if is_open else value))
-    nested: dict[str, Any] = {}
-    for key, value in values:
-        *parents, name = key.split(".")
-        level = nested
-        for parent in parents:
-            level = level.setdefault(parent, {})
-        level[name] = value
-    return nested
+    return nest(values)
 
 
 def answers(reports: Sequence[Report], folder: Path) -> Iterator[str]:

@@ -33,7 +33,7 @@ def _meaning(entry: TableEntry) -> str:
         return f"as `{entry.same_as}`"
     if entry.ignored:
         return f"no effect: {entry.ignored}"
-    if entry.left:
+    if entry.left and not (entry.convert or entry.key):
         return f"left out: {entry.left}{_nearest(entry)}"
     targets = [entry.key] if entry.key else list(entry.to)
     text = ", ".join(f"`{each}=…`" if each in GROUPS else f"`{each}`" for each in targets)

@@ -233,7 +233,8 @@ INSTEAD = {
     "amp": "bf16, fp16 or torch_autocast",
     "elasticity": "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps",
     "curriculum_learning": "data_efficiency.data_sampling.curriculum_learning",
-    "zero_optimization.mics_shard_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.mics_shard_size": "zero_optimization.zero_hpz_partition_size, "
+    "or trainctl's engine=fsdp2 zero_stage.shard_group_size=N",
     "zero_optimization.zeropp_loco_param": "zero_optimization.zero_quantized_gradients",
 }
 """Replacements of removed keys."""

@@ -31,8 +31,11 @@ import parity_cases
 from fork_server import RanksFailed
 from parity_cases import (
     AXES,
+    CONTEXT,
+    DOCUMENTS,
     MODELS,
     MODULE,
+    ONE_HEAD,
     SPREADS,
     TOLERANCE,
     Combination,
@@ -91,7 +94,45 @@ def wanted() -> dict[str, list[Combination]]:
             offload=["none"],
             checkpointing=["none"],
         ),
+        "fsdp2": product(
+            layout=["FSDP2", "HSDP4"],
+            stage=["2", "3"],
+            precision=["fp32"],
+            model=["llama"],
+            offload=["none", "cpu-all"],
+            checkpointing=["none", "full"],
+        ),
+        "heads": [
+            each
+            for layout, model in (("TP4", "llama"), ("TP4", "qwen3-untied"), ("TP2", ONE_HEAD))
+            for each in product(
+                layout=[layout],
+                precision=["fp32"],
+                model=[model],
+                offload=["none"],
+                checkpointing=["none"],
+            )
+        ],
+        "context": [
+            combination
+            for combination in product(
+                layout=CONTEXT,
+                precision=["fp32"],
+                model=["llama", DOCUMENTS],
+                offload=["none", "cpu"],
+                checkpointing=["none", "full", "selective"],
+            )
+            if _is_wanted_of_context(combination)
+        ],
     }
+
+
+def _is_wanted_of_context(combination: Combination) -> bool:
+    """Return True for plain layouts, recomputation with documents, and of CP2 some more."""
+    chosen = combination.model, combination.checkpointing, combination.offload
+    of_all = ("llama", "none", "none"), (DOCUMENTS, "full", "none")
+    of_two = ("llama", "none", "cpu"), (DOCUMENTS, "selective", "none")
+    return chosen in of_all or (combination.layout == "CP2" and chosen in of_two)
 
 
 def main() -> int:
@@ -111,7 +152,7 @@ def main() -> int:
         axis, _, values = choice.partition("=")
         chosen[axis] = values.split(",")
     for axis, values in chosen.items():
-        if not set(values) <= set(AXES.get(axis, ())):
+        if not set(values) <= {*AXES.get(axis, ()), *(CONTEXT if axis == "layout" else ())}:
             parser.error(f"--only {axis}: one of {', '.join(AXES)}, with values {AXES.get(axis)}")
 
     table = arguments.output.with_suffix(".csv")
@@ -234,6 +275,15 @@ def page(results: dict[Combination, Result]) -> Iterator[str]:
     yield from _matrix(parts["models"], results, ("layout", "stage"), "model", "{}")
     yield from ("", "## A module of one's own, in fp32")
     yield from _matrix(parts["module"], results, ("layout",), "stage", "ZeRO {}")
+    yield from ("", "## FSDP2, and in shard groups (HSDP), in fp32")
+    yield from _matrix(
+        parts["fsdp2"], results, ("layout", "stage", "offload"), "checkpointing", "{}"
+    )
+    yield from ("", "## Key-value heads on several tensor ranks, in fp32")
+    yield from _matrix(parts["heads"], results, ("layout", "model"), "stage", "ZeRO {}")
+    yield from ("", "## Ring attention over context ranks, in fp32")
+    columns = ("layout", "model", "checkpointing", "offload")
+    yield from _matrix(parts["context"], results, columns, "stage", "ZeRO {}")
     yield from ("", "## Refused by the plan")
     yield from _refusals([c for part in parts.values() for c in part])
 

@@ -95,10 +95,16 @@ def test_the_recipe_of_the_users_is_valid(tmp_path: Path) -> None:
 def test_commands_that_train_run(tmp_path: Path) -> None:
     """Blocks run in turn in one folder, as for somebody who reads on.
 
-    A launch that an earlier block made is not repeated.
+    A launch that an earlier block made is not repeated, and after the first run the recipe takes
+    seconds.
     """
+    from small_recipe import write_small_tiny
+
     commands = [command for block in blocks("slow") for command in block.commands]
-    run(list(dict.fromkeys(commands)), tmp_path)
+    first, *others = dict.fromkeys(commands)
+    run([first], tmp_path)
+    write_small_tiny(tmp_path)
+    run(others, tmp_path)
     assert commands[0] == "trainctl launch recipe=tiny"  # the whole run: it has learnt
     (events,) = (path for path in tmp_path.glob("runs/*/events.jsonl") if "mine" not in path.parts)
     found = [json.loads(line) for line in events.open()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,7 +21,9 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def release(folder: Path, version: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, folder / "scripts" / "release.py", version]
+    """Run the script with this environment's packages; `make install` shows what is required."""
+    packages = sysconfig.get_path("purelib")
+    command = [sys.executable, folder / "scripts" / "release.py", version, packages]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -75,7 +78,6 @@ def test_what_cannot_be_built_changes_nothing(repository: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # it installs torch, without and with other tests beside it
 def test_a_release_of_this_repository(tmp_path: Path) -> None:
     """A clone of it, so of what is committed."""
     folder, version = tmp_path / "clone", "99.0.0-rc.1"

@@ -33,7 +33,7 @@ NAMING_FUNCTIONS = {
 """Modules that may name functions as `module:function`."""
 
 LONG_FUNCTIONS = {
-    "trainctl.cli.evaluate:evaluate": 89,
+    "trainctl.cli.evaluate:evaluate": 78,
     "trainctl.data.sample_contents:read_samples": 61,
     "trainctl.memory.activations:block_activations": 74,
     "trainctl.rules.resolve:resolve": 80,

@@ -48,6 +48,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "install",
         "--no-deps",
         "--no-index",
+        "--no-compile",
     ]
     subprocess.run([*install, wheel], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -88,7 +89,12 @@ def test_it_trains_in_an_empty_folder_without_a_compiler(environment: Path, tmp_
     assert run("trainctl", "validate", "--trust-code", *own, "recipe=tiny").startswith("tiny is")
     imported = run("python", "-c", "import trainctl; print(trainctl.__file__)")
     assert Path(imported.strip()).is_relative_to(environment)
-    small = ("training.sequence_length=128", "training.global_batch_size=8")
+    small = (
+        "training.sequence_length=128",
+        "training.global_batch_size=8",
+        "training.evaluation_samples=2",
+        "training.sample_tokens=4",
+    )
     output = run("trainctl", "launch", "recipe=tiny", *small, "training.stop_after_steps=20")
     (run_directory,) = (folder / "runs").iterdir()
     assert output.splitlines()[-1] == f"run directory: {run_directory}"

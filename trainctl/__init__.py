@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         report,
         resume,
         search,
+        suspects,
         sweep,
+        trial,
     )
     from trainctl.errors import Finding, RunFailed, TrainctlError
 
@@ -51,7 +53,9 @@ __all__ = [
     "report",
     "resume",
     "search",
+    "suspects",
     "sweep",
+    "trial",
 ]
 
 

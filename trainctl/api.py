@@ -19,7 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from trainctl.errors import ExitCode, Finding, RunFailed, TrainctlError
+from trainctl.errors import Finding, MachineError, RunFailed, TrainctlError
 
 if TYPE_CHECKING:
     import pandas
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from trainctl.launchers.planning import PlannedConfig
     from trainctl.launchers.prove import Proof
     from trainctl.launchers.start import Observer
+    from trainctl.launchers.suspects import Suspects
     from trainctl.launchers.sweep import SweepObserver
+    from trainctl.launchers.trial import Trial
     from trainctl.memory.budget import MemoryBudget
     from trainctl.migration.configs.result import ImportResult
     from trainctl.rules.registry import CheckedFile
@@ -76,7 +78,9 @@ __all__ = [
     "report",
     "resume",
     "search",
+    "suspects",
     "sweep",
+    "trial",
     "verify_checkpoints",
 ]
 
@@ -306,10 +310,9 @@ def data_frame(rows: Any, **settings: Any) -> Any:
     except ImportError as missing:
         from trainctl.config.extras import install_command
 
-        raise TrainctlError(
+        raise MachineError(
             f"a data frame needs pandas, which cannot be imported ({missing})",
             hint=install_command("pandas"),
-            exit_code=ExitCode.environment,
         ) from None
     return pandas.DataFrame(rows, **settings)
 
@@ -473,10 +476,7 @@ class Memory:
 
 
 def search(
-    *overrides: str,
-    hardware: str | None = None,
-    top: int = 5,
-    config_dir: Place | None = None,
+    *overrides: str, hardware: str | None = None, top: int = 5, config_dir: Place | None = None
 ) -> SearchResult:
     """Search the fastest layouts, batches and recomputation that are legal and fit.
 
@@ -1041,6 +1041,95 @@ def prove_migration(
     )
 
 
+def trial(
+    run: Run | Place,
+    *overrides: str,
+    step: int,
+    devices: int = 3,
+    say: Callable[[str], None] | None = None,
+    config_dir: Place | None = None,
+) -> Trial:
+    """Compute a step of a run again on other devices, bit for bit, and name one that differs.
+
+    The run is replayed from the checkpoint before the step, beside it and on its own layout. Each
+    data-parallel share of the step is then computed on several devices.
+
+    Args:
+        run: A run, or its directory.
+        overrides: Changes of the replay: other hosts, another layout. It computes
+            deterministically, unless `training.deterministic=false` is among them.
+        step: The step that is suspected, from 1.
+        devices: Number of devices that compute each share; at least 1. Three tell which is wrong.
+        say: Called with a sentence as the replay begins.
+        config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
+
+    Returns:
+        The verdict, the devices that differ, and the override that leaves them out.
+
+    Raises:
+        TrainctlError: The run has no such step, or its samples cannot be computed apart. As
+            `RunFailed`: the replay failed.
+    """
+    from trainctl.launchers.trial import compare_devices
+
+    if devices < 1:
+        raise TrainctlError(f"--devices {devices} computes nothing", hint="--devices 3")
+    changes = ("training.deterministic=true", *overrides)
+    return compare_devices(
+        (run if isinstance(run, Run) else Run(run)).paths,
+        partial(_recomposed, changes, _config_dir(config_dir), None),
+        step=step,
+        devices=devices,
+        say=say or _ignore,
+    )
+
+
+def suspects(
+    run: Run | Place,
+    *overrides: str,
+    step: int,
+    by: Literal["loss", "grad_norm"] | None = None,
+    most: int = 8,
+    say: Callable[[str], None] | None = None,
+    config_dir: Place | None = None,
+) -> Suspects:
+    """Name the documents that carry a spike: replay its step with halves of the batch left out.
+
+    The run is replayed from the checkpoint before the step, beside it and on its own layout. All
+    repetitions of the step are in this one launch; a document among n takes log2(n) + 2 of them.
+
+    Args:
+        run: A run, or its directory.
+        overrides: Changes of the replay: other hosts, another layout.
+        step: The step with the spike, from 1.
+        by: The quantity with the spike; None takes the one that stands out more in the records.
+        most: Maximum number of documents to name; at least 1.
+        say: Called with the spike, and with a sentence as the replay begins.
+        config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
+
+    Returns:
+        The documents, each with its share of the spike, and the value without them.
+
+    Raises:
+        TrainctlError: The records have no spike there, or its samples cannot be told apart. As
+            `RunFailed`: the replay failed.
+    """
+    from trainctl.launchers.suspects import QUANTITIES, find_suspects
+
+    if most < 1:
+        raise TrainctlError(f"--most {most} names nothing", hint="--most 8")
+    if by is not None and by not in QUANTITIES:
+        raise TrainctlError(f"--by {by} is no quantity of a step", hint="--by loss, --by grad_norm")
+    return find_suspects(
+        (run if isinstance(run, Run) else Run(run)).paths,
+        partial(_recomposed, overrides, _config_dir(config_dir), None),
+        step=step,
+        by=by,
+        most=most,
+        say=say or _ignore,
+    )
+
+
 def _opened_or_fetched(run: Run | Place, run_dir: Place | None, step: int | None) -> Run:
     if isinstance(run, str) and _is_url(run):
         return fetch(run, run_dir, step=step)
@@ -1078,11 +1167,7 @@ def fetch(
 
 @contextmanager
 def opened_run(
-    run: Place,
-    *,
-    step: int | None = None,
-    best: bool = False,
-    progress: WorkProgress | None = None,
+    run: Place, *, step: int | None = None, best: bool = False, progress: WorkProgress | None = None
 ) -> Iterator[Run]:
     """Give the run in a directory; of a mirror's URL, a copy with one checkpoint, which is removed.
 
@@ -1358,10 +1443,9 @@ class Run:
         except ImportError as missing:
             from trainctl.config.extras import install_command
 
-            raise TrainctlError(
+            raise MachineError(
                 f"a table of arrow needs pyarrow, which cannot be imported ({missing})",
                 hint=install_command("pyarrow"),
-                exit_code=ExitCode.environment,
             ) from None
         return pyarrow.table(columns)
 
@@ -1621,9 +1705,10 @@ class Checkpoint:
             device: `cpu`, `cuda`, or `auto`: an accelerator with room for the model, else the CPU.
             progress: Called with the name of a piece of work, the units done, and their total.
         """
-        from trainctl.launchers import offline
+        from trainctl.launchers.offline import run_task
 
-        return offline.evaluate(self._choice(weights, device, progress), samples=samples)
+        choice = self._choice(weights, device, progress)
+        return run_task("evaluate", choice, {"samples": samples})
 
     def evaluate_tasks(
         self,
@@ -1655,18 +1740,18 @@ class Checkpoint:
         Raises:
             TrainctlError: lm-eval is not installed (4), or a task is unknown.
         """
-        from trainctl.launchers import offline
+        from trainctl.launchers.offline import evaluate_tasks
 
-        tasks = offline.TaskSettings(
-            names=names,
+        return evaluate_tasks(
+            self._choice(weights, device, progress),
+            names,
             include=_folder(include),
+            keep=_folder(keep),
             shots=shots,
             samples=samples,
             batch_size=batch_size,
             chat=chat,
-            keep=_folder(keep),
         )
-        return offline.evaluate_tasks(self._choice(weights, device, progress), tasks)
 
     def sample(
         self,
@@ -1693,17 +1778,12 @@ class Checkpoint:
             device: As of `evaluate`.
             progress: Called with the name of a piece of work, the units done, and their total.
         """
-        from trainctl.launchers import offline
+        from trainctl.launchers.offline import run_task
 
-        return offline.sample(
-            self._choice(weights, device, progress),
-            prompt,
-            tokens=tokens,
-            temperature=temperature,
-            seed=seed,
-            chat=chat,
-            system=system,
-        )
+        options: dict[str, Any] = {"prompt": prompt, "tokens": tokens, "temperature": temperature}
+        options |= {"seed": seed, "chat": chat, "system": system}
+        choice = self._choice(weights, device, progress)
+        return run_task("sample", choice, options, prompt=prompt, temperature=temperature)
 
     def score(
         self,
@@ -1724,9 +1804,10 @@ class Checkpoint:
             device: As of `evaluate`.
             progress: Called with the name of a piece of work, the units done, and their total.
         """
-        from trainctl.launchers import offline
+        from trainctl.launchers.offline import run_task
 
-        return offline.score(self._choice(weights, device, progress), text, answers, chat=chat)
+        options = {"prompt": text, "answers": answers, "chat": chat}
+        return run_task("score", self._choice(weights, device, progress), options)
 
     def _choice(self, weights: str, device: str, progress: WorkProgress | None) -> WeightsChoice:
         from trainctl.launchers.offline import WeightsChoice
@@ -1839,7 +1920,7 @@ def report(
         report_rows,
         title_of,
     )
-    from trainctl.monitor.report.page import report_page
+    from trainctl.monitor.report.page import RUNS_PAGE
 
     _require_one_of("form", form, ("html", "json", "csv"))
     if buckets is not None and 0 < buckets < _LEAST_BUCKETS:
@@ -1852,7 +1933,7 @@ def report(
     histories = read_histories([run.path if isinstance(run, Run) else Path(run) for run in runs])
     made = report_document(histories, price=price, most=buckets, is_packed=form == "html")
     if form == "html":
-        return report_page(made, title=title_of(histories))
+        return RUNS_PAGE.html(made, title=title_of(histories))
     if form == "json":
         return json.dumps(made, ensure_ascii=False, allow_nan=False) + "\n"
     stream = io.StringIO()
@@ -1881,11 +1962,12 @@ def add_tokens(
     Returns:
         What `trainctl add-tokens --json` prints: `ids`, `known`, `rows_before`, `rows`...
     """
-    from trainctl.launchers import offline
+    from trainctl.launchers.offline import require_new, run_offline
 
-    return offline.add_tokens(
-        Path(directory), Path(out), tokens, multiple_of=multiple_of, progress=progress or _ignore
-    )
+    require_new(Path(out))
+    places = {"directory": Path(directory).absolute(), "out": Path(out).absolute()}
+    options = {**places, "tokens": tokens, "multiple_of": multiple_of}
+    return run_offline("add-tokens", options, progress or _ignore)
 
 
 _DTYPES = (None, "fp32", "bf16", "fp16")

@@ -36,6 +36,11 @@ class ExitCode(IntEnum):
     interrupted = 130
     terminated = 143
 
+    @classmethod
+    def of(cls, status: int) -> ExitCode:
+        """Return the exit code for the end of a launch, which may have any status."""
+        return cls(status) if status in set(cls) else cls.training_failed
+
 
 def describe_exception(error: BaseException) -> str:
     """Return the type and the message of an exception, whatever its `__str__` does."""
@@ -133,6 +138,26 @@ class TrainctlError(Exception):
         count = f"{len(errors)} problem" + ("s" if len(errors) != 1 else "")
         exit_code = errors[0].exit_code if errors else ExitCode.bad_input
         return cls(f"{count} in this configuration", exit_code=exit_code, findings=findings)
+
+
+class MachineError(TrainctlError):
+    """This machine, or a service that it uses, is not what the command needs."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint, exit_code=ExitCode.environment)
+
+
+class RunStateError(TrainctlError):
+    """A run or a checkpoint is missing, damaged, in use, or another's."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint, exit_code=ExitCode.run_state)
+
+
+class StoppedBySignal(BaseException):
+    """A signal, whose number is the argument, ended what this process was doing; as
+    KeyboardInterrupt, it passes what handles errors.
+    """
 
 
 class RunFailed(TrainctlError):

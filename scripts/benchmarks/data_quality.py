@@ -31,9 +31,11 @@ from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.columns import MeasuredCorpus, PartToMeasure
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import find_identical_texts, near_pairs, shared_passages
+from trainctl.data.quality.duplicates import find_identical_texts, shared_passages
 from trainctl.data.quality.measurement import WantedColumns, anchors, measure_part, text_hashes
+from trainctl.data.quality.near_duplicates import near_pairs
 from trainctl.data.quality.selection import Contamination, Rules
+from trainctl.data.quality.shuffle import search_in
 
 PARTS = 4
 
@@ -159,12 +161,13 @@ def _decide(texts: list[str], megabytes: float, folder: Path) -> None:
         measure_part(part, folder, WantedColumns(held_out=folder / "held_out", passages=True))
     measured = time.process_time()
     corpus = MeasuredCorpus.load(parts, folder)
-    same = find_identical_texts(corpus, folder / "scratch")
-    exact = time.process_time()
-    pairs = near_pairs(corpus, same, 0.8, folder / "scratch")
-    near = time.process_time()
-    passages = shared_passages(corpus, same, folder / "scratch")
-    substring = time.process_time()
+    with search_in(corpus, folder / "scratch") as search:
+        same = find_identical_texts(search)
+        exact = time.process_time()
+        pairs = near_pairs(search, same, 0.8)
+        near = time.process_time()
+        passages = shared_passages(search, same)
+        substring = time.process_time()
     rules = Rules(near=0.8, substring=0.8, filters={"all": filters}, contamination=Contamination())
     selection = decide_removals(corpus, rules, same, pairs, passages)
     end = time.process_time()

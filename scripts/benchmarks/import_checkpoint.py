@@ -103,8 +103,9 @@ def measure(plan: RunPlan, source: Path, folder: Path) -> dict[str, Any]:
     """Import in a process of its own; return its memory and its time."""
     file = folder / "plan.json"
     write_json(file, to_plain(plan))
-    paths = [str(each) for each in (source, folder / "run", file)]
-    command = [sys.executable, "-m", "trainctl.migration", "import", *paths, "[]"]
+    places = {"directory": source, "run_dir": folder / "run", "plan": file}
+    options = json.dumps({**places, "argv": [], "format": None}, default=str)
+    command = [sys.executable, "-m", "trainctl.migration", "import", options]
     peak, before = 0, 0
     lines: list[tuple[float, dict[str, Any]]] = []
     began = time.monotonic()

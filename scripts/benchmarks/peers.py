@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainctl.data.corpus import Corpus
-from trainctl.engines.deepspeed.entry import start_process
+from trainctl.engines.deepspeed.entry import DeepSpeedBackend
 from trainctl.engines.process import Process, stop_process
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import RunPlan
@@ -198,7 +198,7 @@ def main(loop: str, run_dir: str, result: str, warmup: str) -> None:
     run = RunPaths(Path(run_dir))
     plan = read_plan(run.attempt(1).plan)
     settings = json.loads(run.attempt(1).deepspeed.read_text())
-    process: Process = start_process(plan)
+    process: Process = DeepSpeedBackend().start_process(plan)
     corpus = Corpus.load(run.corpus)
     length = plan.batch.sequence_length
     data = PackedDataset(corpus, corpus.train, sequence_length=length, mask_documents=False)

@@ -1,9 +1,9 @@
-"""Accuracy of the step-time model against published throughputs: a line for each source.
+"""Accuracy of the step-time model against published throughputs: the tables of docs/planning.md.
 
     python scripts/benchmarks/speed_accuracy.py [--rows]
 
 `tests/data/throughput.csv` has the rows with their sources, and marks those that constants were
-fitted to; `tests/support/throughput_rows.py` turns each row into a plan.
+fitted to; `tests/support/throughput_rows.py` turns each row into a plan, and keeps rows back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -24,24 +24,66 @@ APART = 0.10
 
 
 def main() -> None:
-    """Print the table that docs/planning.md quotes."""
+    """Print the tables that docs/planning.md quotes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", action="store_true", help="also each row")
-    with_rows = parser.parse_args().rows
+    if parser.parse_args().rows:
+        for row in rows():
+            kind = "fit " if row.was_fitted else "kept" if row.is_kept else ""
+            print(
+                f"{kind:4} {row.name:58} {row.seconds:9.3f} {row.predicted:9.3f} {row.error:+7.1%}"
+            )
+    for table in (dense_lines(), expert_lines(), run_lines()):
+        print(*table, "", sep="\n")
+
+
+def dense_lines() -> Iterator[str]:
+    """Yield the table of dense models: a line per source, then the halves."""
+    dense = [row for row in rows() if not row.is_of_run and not row.has_experts]
     sources: dict[str, dict[str, list[Row]]] = {}
-    for row in rows():
+    for row in dense:
         sources.setdefault(_source(row), {}).setdefault(row.table, []).append(row)
-        if with_rows:
-            kind = "fit " if row.is_for_fit else "test"
-            print(f"{kind} {row.name:58} {row.seconds:9.3f} {row.predicted:9.3f} {row.error:+7.1%}")
-    print("| measured | rows | median error | worst | pairs in order | its choice is slower by |")
-    print("|---|---|---|---|---|---|")
-    for name, tables in sources.items():
-        print(_line(name, list(tables.values())))
-    for name, kept in (("fitted to", True), ("not fitted to", False)):
-        errors = [row.error for row in rows() if row.is_for_fit == kept]
+    yield "| measured | rows | median error | worst | pairs in order | its choice is slower by |"
+    yield "|---|---|---|---|---|---|"
+    for name, tables in sorted(sources.items()):
+        yield _line(name, list(tables.values()))
+    halves = (
+        ("**kept back**", [row for row in dense if row.is_kept]),
+        ("the others", [row for row in dense if not row.is_kept]),
+        ("of these, fitted to", [row for row in dense if row.was_fitted]),
+    )
+    for name, members in halves:
+        errors = [row.error for row in members]
         within = sum(abs(error) <= 0.25 for error in errors)
-        print(f"| {_cells(f'all rows, {name}', errors)} | | {within} rows within 25 % |")
+        yield f"| {_cells(name, errors)} | | {within} rows within 25 % |"
+
+
+def expert_lines() -> Iterator[str]:
+    """Yield the table of models with experts, a line per row."""
+    yield "| row | tokens/s a device | error | with the exchange hidden |"
+    yield "|---|---|---|---|"
+    for row in rows():
+        if row.has_experts and not row.is_of_run:
+            yield f"| {row.name} | {_rate(row):,.0f} | {_expert_errors(row)} |"
+
+
+def run_lines() -> Iterator[str]:
+    """Yield the table of whole runs, a line per row."""
+    yield "| run | tokens/s a device, of its hours | error | with the exchange hidden |"
+    yield "|---|---|---|---|"
+    for row in rows():
+        if row.is_of_run:
+            yield f"| {row.name.removeprefix('run-')} | {_rate(row):,.0f} | {_expert_errors(row)} |"
+
+
+def _expert_errors(row: Row) -> str:
+    hidden = f"{row.error_with_hidden_exchange:+.0%}" if row.plan.mesh.expert > 1 else ""
+    return f"{row.error:+.0%} | {hidden}"
+
+
+def _rate(row: Row) -> float:
+    """Return the measured tokens per second and device."""
+    return 1 / _per_token(row, row.seconds)
 
 
 def _source(row: Row) -> str:
@@ -72,7 +114,8 @@ def _line(name: str, tables: Sequence[Sequence[Row]]) -> str:
         best = min(_per_token(row, row.seconds) for row in members)
         regrets.append(_per_token(chosen, chosen.seconds) / best - 1)
     errors = [row.error for members in tables for row in members]
-    return f"| {_cells(name, errors)} | {right} of {apart} | {max(regrets):.0%} at most |"
+    order = f"{right} of {apart} | {max(regrets):.0%} at most" if apart else "|"
+    return f"| {_cells(name, errors)} | {order} |"
 
 
 def _per_token(row: Row, seconds: float) -> float:

@@ -76,14 +76,14 @@ def _rank(rank: int, plan: RunPlan, run: RunPaths, port: int, pairs: int, steps:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    from trainctl.engines.deepspeed.entry import start_process
+    from trainctl.engines.deepspeed.entry import DeepSpeedBackend
     from trainctl.engines.process import stop_process
     from trainctl.runs.records import EventWriter
     from trainctl.train.loop import Trainer
     from trainctl.train.session import assemble
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // plan.mesh.world_size))
-    process = start_process(plan)
+    process = DeepSpeedBackend().start_process(plan)
     session = assemble(plan, run, process)
     bare = _BareLoop(plan, session)
     events = EventWriter(run.events, 1) if process.is_first else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from small_recipe import write_small_tiny
 
 import trainctl
 
@@ -25,8 +27,12 @@ def test_it_has_no_outputs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(trainctl.__file__).parents[1]))
+    """With a recipe `tiny` that takes seconds."""
+    write_small_tiny(tmp_path)
+    root = str(Path(trainctl.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ["PYTHONPATH"]]))
     book = read()
     client = NotebookClient(book, timeout=900, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()

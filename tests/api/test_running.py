@@ -18,6 +18,7 @@ import pytest
 import torch
 from commands import TINY
 from made_runs import append, new_run
+from small_recipe import write_small_tiny
 from transformers import AutoModelForCausalLM
 
 import trainctl as tc
@@ -333,21 +334,14 @@ def test_the_block_of_the_docs(folder: Path) -> None:
 @pytest.mark.usefixtures("preloaded")
 def test_the_page_runs_as_printed(folder: Path) -> None:
     """All blocks of docs/python.md, with a recipe `tiny` that takes seconds."""
-    root = Path(__file__).parents[2]
-    recipe = (root / "recipes" / "tiny.yaml").read_text()
-    (folder / "recipes").mkdir()
-    (folder / "recipes" / "tiny.yaml").write_text(
-        recipe.replace("sequence_length: 256", "sequence_length: 32")
-        + "\nmodel: {num_layers: 2, hidden_size: 32, head_dim: 8, intermediate_size: 64}\n"
-        + "data: {max_bytes: 1000000}\n"
-    )
-    page = (root / "docs" / "python.md").read_text()
+    write_small_tiny(folder, steps=20)
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (folder / "page.py").write_text("\n".join(blocks))
     done = subprocess.run(
         [sys.executable, "page.py"], capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert tc.Run("runs/a").status.step == 400
+    assert tc.Run("runs/a").status.step == 200
     assert (folder / "out" / "model.safetensors").is_file()
     assert (folder / "report.html").read_text().startswith("<!doctype html>")

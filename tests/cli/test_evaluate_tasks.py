@@ -44,11 +44,10 @@ def test_what_is_kept_has_a_place_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "kept" / "other").mkdir(parents=True)
-    tasks = offline.TaskSettings(names=("a",), keep=tmp_path / "kept")
     choice = offline.WeightsChoice(run=RunPaths(tmp_path / "run"))
     monkeypatch.setattr(offline, "require_harness", lambda: None)
     with pytest.raises(TrainctlError, match="kept exists and is not an empty folder"):
-        offline.evaluate_tasks(choice, tasks)
+        offline.evaluate_tasks(choice, ["a"], keep=tmp_path / "kept")
 
 
 def test_a_row_is_a_metric_of_a_task() -> None:

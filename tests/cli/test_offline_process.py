@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -32,7 +33,7 @@ def test_answers_become_progress_and_the_result(
     stand_in(tmp_path, monkeypatch, f"echo '{answers[0]}'; echo noise >&2; echo '{answers[1]}'")
     seen = []
     monkeypatch.setattr(Meter, "__call__", lambda self, *progress: seen.append(progress))
-    assert run_offline("evaluate", [], Meter()) == {"loss": 1.5}
+    assert run_offline("evaluate", {}, Meter()) == {"loss": 1.5}
     assert seen == [("loading", 1, 2)]
 
 
@@ -40,21 +41,30 @@ def test_its_error_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     error = '{"error": {"message": "no room", "hint": "make some", "exit_code": 4}}'
     stand_in(tmp_path, monkeypatch, f"echo '{error}'; exit 4")
     with pytest.raises(TrainctlError, match="no room") as caught:
-        run_offline("export", [], Meter())
+        run_offline("export", {}, Meter())
     assert caught.value.exit_code == ExitCode.environment and caught.value.hint == "make some"
+
+
+def test_long_arguments_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux takes 128 KiB in one."""
+    script = 'shift 4; printf %s "$@" >given; printf \'{"result": {"words": %d}}\' $#'
+    stand_in(tmp_path, monkeypatch, script)
+    monkeypatch.chdir(tmp_path)
+    assert run_offline("sample", {"prompt": "x" * 250_000}, Meter()) == {"words": 3}
+    assert json.loads((tmp_path / "given").read_text()) == {"prompt": "x" * 250_000}
 
 
 def test_a_kill_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, "kill -9 $$")
     with pytest.raises(TrainctlError, match="was to evaluate was ended by SIGKILL") as caught:
-        run_offline("evaluate", [], Meter())
+        run_offline("evaluate", {}, Meter())
     assert caught.value.exit_code == ExitCode.environment and "memory" in caught.value.hint
 
 
 def test_a_bug_shows_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, "echo 'ZeroDivisionError: oh' >&2; exit 1")
     with pytest.raises(RuntimeError, match="was to sample failed") as caught:
-        run_offline("sample", [], Meter())
+        run_offline("sample", {}, Meter())
     assert caught.value.__notes__ == ["ZeroDivisionError: oh"]
 
 
@@ -67,11 +77,10 @@ def test_it_ends_with_the_command(tmp_path: Path, number: signal.Signals) -> Non
     script = (
         "import sys\nfrom trainctl.cli.console import Meter\n"
         "from trainctl.launchers.offline import run_offline\n"
-        "run_offline('evaluate', sys.argv[1:], Meter())\n"
+        "where = dict(run=sys.argv[1], checkpoint=sys.argv[1])\n"
+        "run_offline('evaluate', where, Meter())\n"
     )
-    command = subprocess.Popen(
-        [sys.executable, "-c", script, str(run), str(run)], stderr=subprocess.DEVNULL
-    )
+    command = subprocess.Popen([sys.executable, "-c", script, str(run)], stderr=subprocess.DEVNULL)
     try:
         children = wait_for_children(command.pid)
         time.sleep(0.5)

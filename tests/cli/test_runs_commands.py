@@ -263,7 +263,7 @@ def test_status_names_ranks_that_are_still_slow(
     out = capsys.readouterr().out
     assert (
         "slow: rank 3 (node 1, node-b) takes 2.10 times as long as its peers up to step 1,030, and "
-        "all wait for it; most of it in data: 0.42 s a step instead of 0.2 s\n"
+        "all wait for it; most of it in data (its loader): 0.42 s a step instead of 0.2 s\n"
     ) in out
     assert "rank 1" not in out
     assert run(["runs", "status", "--json"]) == 0
@@ -374,7 +374,7 @@ def test_stop_takes_a_queued_job_from_its_queue(
     (tmp_path / "scancel").chmod(0o755)
     assert run(["runs", "stop", str(queued.root)]) == 0
     assert (tmp_path / "called").read_text() == "-- 4711\n"
-    assert "stopped, cancelled before it started" in capsys.readouterr().out
+    assert "stopped, job 4711 is cancelled" in capsys.readouterr().out
     assert not is_requested(queued, Request.stop)
     # Cancelled by hand, and forgotten by Slurm since.
     refusal = "scancel: error: Kill job error on job id 4711: Invalid job id specified"

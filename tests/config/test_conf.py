@@ -46,10 +46,10 @@ PROMISED = {
     "zero_stage": "0 1 2 3",
     "offload": "none cpu cpu-all cpu-partial nvme nvme-optimizer",
     "precision": "fp32 bf16 fp16 fp8 bf16-low-memory autocast-bf16",
-    "parallelism": "data tensor pipeline sequence 3d",
+    "parallelism": "data tensor pipeline sequence context 3d",
     "activation_checkpointing": "none full selective offloaded",
     "tokenizer": "byte file hf",
-    "launcher": "local ssh slurm mpi kubernetes",
+    "launcher": "local ssh slurm mpi kubernetes ray skypilot",
     "hardware": (
         "auto cpu t4-16g rtx-4090-24g a100-40g a100-80g h100-80g h200-141g b200-192g mi300x-192g"
     ),

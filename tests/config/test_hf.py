@@ -63,6 +63,14 @@ def test_a_window_of_0_tokens_is_none(tmp_path: Path) -> None:
     assert model_of(tmp_path).sliding_window is None
 
 
+def test_a_window_that_is_off_is_none(tmp_path: Path) -> None:
+    window = {"sliding_window": 32, "max_window_layers": 2}
+    for is_on in (False, True):
+        written = {"model_type": "qwen2", **SHAPE, **window, "use_sliding_window": is_on}
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        assert model_of(tmp_path).sliding_window == (32 if is_on else None)
+
+
 def test_gpt2_has_names_of_its_own(tmp_path: Path) -> None:
     GPT2Config(n_embd=48, n_layer=2, n_head=3, n_positions=77, vocab_size=99).save_pretrained(
         tmp_path
@@ -78,6 +86,7 @@ def test_gpt2_has_names_of_its_own(tmp_path: Path) -> None:
     "changes",
     [
         {"attention_bias": True},
+        {"attention_dropout": 0.1},
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {"hidden_act": "gelu"},

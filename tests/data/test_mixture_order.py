@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from plain_order import sample_indices
 
 from trainctl.data.order import OrderedSource, OrderedStage, SampleOrder
-from trainctl.data.source_sampler import SINGLE_SOURCE
-from trainctl.plans.mixture import samples_in
+from trainctl.plans.mixture import SINGLE_SOURCE, samples_in
 
 SHARD = 64
 MOST = 500

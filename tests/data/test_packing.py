@@ -69,9 +69,9 @@ def test_every_token_is_in_one_bin_and_no_document_is_cut_that_fits(lengths, len
 def test_a_token_that_was_left_out_is_in_no_bin():
     ends, learnt = np.array([4, 12, 22]), np.zeros(22, dtype=bool)
     learnt[[3, 11, 13]] = True  # the second has nothing to learn in its beginning
-    found = conversation_pieces(ends, 6, LossMask(learnt.astype("<u2") << 15), cuts=True)
-    bins = pack_pieces(found.pieces, 6)
-    assert found.counts["cut"] == found.counts["dropped_nothing_left"] == 1
+    pieces, counts = conversation_pieces(ends, 6, LossMask(learnt.astype("<u2") << 15), cuts=True)
+    bins = pack_pieces(pieces, 6)
+    assert counts["cut"] == counts["dropped_nothing_left"] == 1
     in_bins = [token for token in range(22) if bins.bin_of(token) is not None]
     assert in_bins == [*range(4), *range(12, 18)]
 

@@ -1,11 +1,13 @@
 """Preparation that is killed, interrupted, and done by many: nothing is lost and nothing left."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -141,19 +143,19 @@ def test_what_is_wrong_in_another_process_is_reported_as_in_this_one(texts, tmp_
 
 
 def test_a_process_that_is_killed_ends_the_preparation_in_words(texts, tmp_path, monkeypatch):
-    started = subprocess.Popen
+    more = {"tokenizer_section": TokenizerConfig(), "workers": 2}
+    start = multiprocessing.process.BaseProcess.start
 
-    def start_to_kill(*arguments, **more):
-        process = started(*arguments, **more)
-        process.kill()
-        return process
+    def start_to_kill(process):
+        start(process)
+        threading.Timer(0.3, process.kill).start()  # while it imports
 
-    monkeypatch.setattr("trainctl.data.task_workers.subprocess.Popen", start_to_kill)
-    with pytest.raises(TrainctlError, match="killed by signal 9") as caught:
-        prepare_in(tmp_path / "cache", texts, tokenizer_section=TokenizerConfig(), workers=2)
+    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", start_to_kill)
+    with pytest.raises(TrainctlError, match="was killed, with 9 of 9 tasks left") as caught:
+        prepare_in(tmp_path / "cache", texts, **more)
     assert caught.value.exit_code == ExitCode.environment
     monkeypatch.undo()
-    prepare_in(tmp_path / "cache", texts)
+    prepare_in(tmp_path / "cache", texts, **more)
 
 
 def children_of(pid):

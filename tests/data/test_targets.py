@@ -92,7 +92,7 @@ def test_damaged_targets_are_found_and_made_again(tmp_path):
     )
     store, of_store = builder._store_and_tasks
     assert isinstance(store, TokenStore)
-    task_workers.run_tasks(store, of_store, workers=1)
+    task_workers.run_tasks(store, of_store)
     with pytest.raises(Exception, match=r"targets\.bin has another size or checksum"):
         store.part(of_store[0]).target_rows()
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +14,20 @@ import pytest
 from small_texts import CONFIGS, make_texts
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import OnBadText
+from trainctl.config.schema import OnBadText, RunConfig
 from trainctl.data import task_workers, tasks
 from trainctl.data.cache_files import cache_folder
-from trainctl.data.corpora import require_unchanged_corpora
 from trainctl.data.corpus import Corpus, CorpusBuilder, build_corpus
 from trainctl.data.corpus_writer import tokenize_chunks, write_corpus
+from trainctl.data.executors.local import LocalExecutor
 from trainctl.data.store import TokenStore
 from trainctl.data.task_workers import run_tasks
 from trainctl.data.tasks import Claims, PreparationProgress, format_duration
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.readers import plain
 from trainctl.readers.documents import Reader, split_documents
 from trainctl.readers.files import split_files
-from trainctl.runs.layout import RunPaths
 from trainctl.train.data import PackedDataset
 
 BEFORE = {
@@ -328,9 +326,57 @@ def test_a_suspended_worker_accepts_that_another_did_its_task(texts):
             slept.append(True)
             other.do(task)
             other.finish([task])
+            assert not list(other.folder.glob("parts/.*"))
 
     store.do(task, sleep)
     assert slept and store.is_done(task)
+
+
+def test_a_task_that_two_processes_have_is_done_by_both(texts):
+    """Ray and Slurm may repeat a task that runs, and neither may remove the other's files."""
+    store, (task, *_) = store_of(section("files"))
+    other, _ = store_of(section("files"))
+    began = []
+
+    def fail(_):
+        if not began:
+            began.append(True)
+            raise KeyboardInterrupt
+
+    def begin(_):
+        if not began:
+            with pytest.raises(KeyboardInterrupt):
+                other.do(task, fail)
+
+    store.do(task, begin)
+    assert began and store.is_done(task)
+
+
+def test_no_processes_are_started_while_others_have_all_that_is_left(texts, monkeypatch):
+    monkeypatch.setattr(tasks, "TASK_BYTES", SMALL)
+    store, todo = store_of(section("mixed"))
+    pools, passes = [], []
+    claimed = {each.key: store.claims.held(each.key) for each in todo[1:]}
+
+    def run_here(self, count, some, done):
+        pools.append(len(some))
+        for each in some:
+            each.call()
+            done(each)
+
+    def release(_):
+        passes.append(sum(not store.is_done(each) for each in todo))
+        if len(passes) == 3:
+            for each in claimed.values():
+                each.__exit__(None, None, None)
+
+    monkeypatch.setattr(LocalExecutor, "_run_in_pool", run_here)
+    monkeypatch.setattr(task_workers.time, "sleep", release)
+    for each in claimed.values():
+        assert each.__enter__()
+    run_tasks(store, todo, executor=LocalExecutor(2), section=RunConfig().tokenizer)
+    assert all(map(store.is_done, todo)) and len(todo) > 3
+    assert pools == [len(todo), len(todo) - 1] and passes == [len(todo) - 1] * 3
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(texts, monkeypatch):
@@ -401,22 +447,8 @@ def test_documents_are_told_apart_without_an_id_for_their_end(texts, tmp_path):
         end for end in ends if end < 8 * 512 and end % 512
     }
     # With an id for the end they tell what looking for the id tells.
-    old = corpora[0].as_without_ends()
-    scanned = PackedDataset(old, old.train, sequence_length=512, mask_documents=True)
-    for name in ("input_ids", "labels", "position_ids", "document_ids"):
-        ours, theirs = getattr(with_end, name), getattr(scanned.micro_batch(np.arange(8)), name)
-        assert ours.equal(theirs), name
-
-
-def test_a_run_started_without_document_ends_resumes_without_them(texts, tmp_path):
-    corpus = build_corpus(section("mixed"), ByteTokenizer())
-    run = RunPaths(tmp_path / "run")
-    run.root.mkdir()
-    for before in (corpus, corpus.as_without_ends()):
-        run.corpus.write_text(json.dumps(asdict(before)))
-        assert require_unchanged_corpora({SINGLE_SOURCE: corpus}, run.corpus) == {
-            SINGLE_SOURCE: before
-        }
+    ids = with_end.input_ids
+    assert (ids == ByteTokenizer.end_of_document)[:, :-1].equal(with_end.document_ids.diff() > 0)
 
 
 def test_a_claim_is_one_process_s_and_given_back(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from commands import TINY, finish, start, trainctl
 
 from trainctl.cli.commands import COMMANDS
+from trainctl.data.executors.local import LocalExecutor
 from trainctl.data.quality.columns import PartToMeasure
 from trainctl.data.quality.measurement import WantedColumns, measure_all
 
@@ -37,18 +38,19 @@ QUICK = (
 
 OF_A_RUN = (
     ("evaluate", "run"),
-    ("export", "run", "exported"),
     ("resume", "run", "training.steps=3", "--dry-run"),
     ("report", "run", "--output", "report.html"),
-    ("prove", "run", "--steps", "1"),
     ("checkpoint", "verify", "run"),
     ("runs", "sync", "run"),
     ("data", "show", "run", "--samples", "0"),
     ("estimate-memory", "recipe=tiny", "--exact"),
     ("data", "prepare", "recipe=tiny", "data.filters={gopher_quality: {}}"),
-    ("sample", "--help"),  # in the process of `evaluate`
+    ("sample", "--help"),  # in a process like that of `evaluate`, as are the next two
+    ("export", "--help"),
+    ("add-tokens", "--help"),
+    ("prove", "--help"),  # in launches like the run's, as is the next one
+    ("trial", "--help"),
     ("watch", "--help"),  # starts none
-    ("add-tokens", "--help"),  # in the process of `export`
 )
 """Command lines for the run of the test that trains; most start another process."""
 
@@ -131,7 +133,8 @@ def test_a_pool_that_judges_documents_ignores_the_folder(
     assert not sys.flags.safe_path
     monkeypatch.chdir(hostile)
     done: list[PartToMeasure] = []
-    part = PartToMeasure("source", "part", "1", list)
-    measure_all([part], hostile.parent, WantedColumns(), processes=2, done=done.append)
-    assert done == [part]
+    parts = [PartToMeasure("source", name, "1", list) for name in "ab"]
+    executor = LocalExecutor(2)
+    measure_all(parts, hostile.parent, WantedColumns(), executor=executor, done=done.append)
+    assert sorted(part.name for part in done) == ["a", "b"]
     _nothing_ran(hostile)

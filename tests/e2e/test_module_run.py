@@ -21,8 +21,8 @@ MODULE = (
     "model=module",
     "model.factory=own_module:full",
     "model.arguments.depth=2",
-    "training.steps=12",
-    "checkpoint.every_steps=4",
+    "training.steps=40",
+    "checkpoint.every_steps=8",
     "zero_stage=3",
 )
 
@@ -36,7 +36,7 @@ def test_a_kill_changes_no_bit_and_the_module_is_loaded(
     whole = tc.launch(*TINY, *MODULE, run_dir="whole")
     killed = tc.launch(*TINY, *MODULE, run_dir="killed", wait=False)
     for record in killed.follow():
-        if record["event"] == "step" and record["step"] == 6:
+        if record["event"] == "step" and record["step"] == 10:
             ranks = [
                 pid for pid in live_processes(killed.path) if module_of(pid) == "trainctl.train"
             ]
@@ -44,7 +44,9 @@ def test_a_kill_changes_no_bit_and_the_module_is_loaded(
     assert killed.status.state == "failed"
     tc.resume(killed)
     before, after = whole.metrics(), killed.metrics()
-    assert after["attempt"].tolist() == [1] * 4 + [2] * 8
+    attempts = after["attempt"].tolist()
+    kept = attempts.count(1)
+    assert attempts == [1] * kept + [2] * (40 - kept) and kept % 8 == 0 and 8 <= kept < 40
     for name in ("loss", "grad_norm", "learning_rate"):
         assert before[name].tolist() == after[name].tolist(), name
 

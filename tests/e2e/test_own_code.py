@@ -1,7 +1,6 @@
 """Programs and functions of the user's, by the real command: a stand-in and the examples."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, curve, events, finish, live_processes, start, trainctl
+from small_recipe import write_small_tiny
 
 from trainctl.runs.layout import RunPaths
 
@@ -47,7 +47,7 @@ def facts(run, rank):
 
 
 @pytest.mark.slow
-def test_a_script_is_started_again_as_it_was(tmp_path):
+def test_a_script_is_started_again_as_it_was(tmp_path, preloaded_server):
     """Values that a shell would execute arrive as they are: words, variables, names of folders."""
     work, run = tmp_path / f"work {HOSTILE}", tmp_path / f"run {HOSTILE}"
     work.mkdir()
@@ -77,7 +77,7 @@ def test_a_script_is_started_again_as_it_was(tmp_path):
     assert json.loads(RunPaths(run).status.read_text())["state"] == "finished"
 
     # From another folder, with nothing but the run's name: no checkpoint is asked for.
-    said = trainctl("resume", str(run), cwd=tmp_path)
+    said = trainctl("resume", str(run), cwd=tmp_path, **preloaded_server.environment)
     assert "starting own.py" in said and "configuration: unchanged" in said
     again = facts(run, 1)
     assert again["argv"][:-1] == [*words, "--deepspeed_config"] and again["cwd"] == str(work)
@@ -89,16 +89,16 @@ def test_a_script_that_fails_has_its_code_in_the_report_and_may_be_restarted(tmp
     (tmp_path / "own.py").write_text(SCRIPT)
     run = tmp_path / "run"
     said = trainctl(
-        "launch", "script=own.py", "recipe=tiny", "launcher.max_restarts=2", "--run-dir", "run",
+        "launch", "script=own.py", "recipe=tiny", "launcher.max_restarts=1", "--run-dir", "run",
         "--", "--code", "3",
         cwd=tmp_path, code=6,
     )  # fmt: skip
     assert "ended with exit code 3" in said and "what went wrong" in said
     failures = events(run, "failure")
     # Without checkpoints of ours nobody knows of progress, so all restarts are used.
-    assert [f["exit_code"] for f in failures] == [3] * 3
+    assert [f["exit_code"] for f in failures] == [3] * 2
     assert {f["rank"] for f in failures} == {1}
-    assert "launcher.max_restarts=2 is used up" in said
+    assert "launcher.max_restarts=1 is used up" in said
     assert not live_processes(run)
 
 
@@ -173,12 +173,14 @@ def shown_commands():
 @pytest.mark.slow
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("command", shown_commands())
-def test_the_examples_run_as_the_page_shows(tmp_path, command):
+def test_the_examples_run_as_the_page_shows(tmp_path, command, scripts_preloaded):
+    """With a recipe `tiny` that takes seconds; its model, too, where the command leaves it."""
     for path in EXAMPLES.glob("*.py"):
         shutil.copy(path, tmp_path)
+    write_small_tiny(tmp_path, **({"model": ""} if "model=module" in command else {}))
     if "model.factory=mine:" in command:  # the page says how it is made
         trainctl("new", "model", "mine", cwd=tmp_path)
-    said = trainctl(*command.split(), cwd=tmp_path, **{"PATH": os.environ["PATH"]})
+    said = trainctl(*command.split(), cwd=tmp_path, **scripts_preloaded)
     (run,) = (tmp_path / "runs").iterdir()
     if "factory" in command:
         assert curve(run)

@@ -33,7 +33,7 @@ OVERRIDES = (
 )
 
 
-def start_pods(run: RunPaths, restart: int, port: int) -> list[subprocess.Popen[str]]:
+def start_pods(run: RunPaths, port: int) -> list[subprocess.Popen[str]]:
     """Both pods, the first one last: the other has to wait for it."""
     pods = []
     for node in (1, 0):
@@ -41,7 +41,6 @@ def start_pods(run: RunPaths, restart: int, port: int) -> list[subprocess.Popen[
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "TRAINCTL_NODE": str(node),
-            "TRAINCTL_RESTART": str(restart),
             "TRAINCTL_RENDEZVOUS": f"127.0.0.1:{port}",
         }
         command = [sys.executable, "-m", "trainctl.launchers.pod", str(run.root), "--attempt", "1"]
@@ -73,9 +72,9 @@ def test_pods_train_save_when_one_is_evicted_and_go_on(tmp_path: Path) -> None:
     plan = resolve(config, resolve_hardware(config.hardware)).plan
     assert plan is not None
     new_attempt(run, plan)
-    for restart in (0, 1):
+    for _ in range(2):
         with reserved_port() as port:
-            pods = start_pods(run, restart, port)
+            pods = start_pods(run, port)
             try:
                 deadline = time.monotonic() + 150
                 seen = max(curve(run.root), default=0)

@@ -45,8 +45,13 @@ def weights(log: str) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_a_script_with_an_accelerator_trains_one_model(tmp_path: Path) -> None:
-    """Ranks on CPUs use DDP, as under accelerate's own launcher."""
+def test_a_script_with_an_accelerator_trains_one_model(
+    tmp_path: Path, scripts_preloaded: dict[str, str]
+) -> None:
+    """Ranks on CPUs use DDP, as under accelerate's own launcher.
+
+    The first attempt's processes start and end as a user's do; those of all others are preloaded.
+    """
     run, out = tmp_path / "run", tmp_path / "out"
     first = start(
         "launch", f"script={ACCELERATE}", "script_config_flag=null", "recipe=tiny",
@@ -61,7 +66,8 @@ def test_a_script_with_an_accelerator_trains_one_model(tmp_path: Path) -> None:
 
     step = int((out / "checkpoint" / "step").read_text())
     words = ["--output_dir", str(out), "--resume_from_checkpoint", str(out / "checkpoint")]
-    trainctl("resume", str(run), "--", *words, "--steps", str(step + 3), cwd=tmp_path)
+    more = ("--steps", str(step + 3))
+    trainctl("resume", str(run), "--", *words, *more, cwd=tmp_path, **scripts_preloaded)
     again = logs(run, 2)
     assert f"resumed at step {step}" in again[0]
     assert set(weights(again[0])) == {step + 1, step + 2, step + 3}
@@ -70,7 +76,9 @@ def test_a_script_with_an_accelerator_trains_one_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_accelerator_trains_with_the_json_of_the_plan(tmp_path: Path) -> None:
+def test_an_accelerator_trains_with_the_json_of_the_plan(
+    tmp_path: Path, scripts_preloaded: dict[str, str]
+) -> None:
     """This is the path of GPUs, whose variables `test_program.py` compares with accelerate's. On a
     CPU the script has to name the backend, otherwise accelerate takes each rank for the only one.
     """
@@ -81,7 +89,7 @@ def test_an_accelerator_trains_with_the_json_of_the_plan(tmp_path: Path) -> None
         "launch", f"script={ACCELERATE}", "script_config_flag=null", "recipe=tiny",
         *(f"launcher.environment.ACCELERATE_{name}={each}" for name, each in variables.items()),
         "--run-dir", str(run), "--", "--output_dir", str(tmp_path), "--steps", "3",
-        "--backend", "gloo", cwd=tmp_path,
+        "--backend", "gloo", cwd=tmp_path, **scripts_preloaded,
     )  # fmt: skip
     one, other = logs(run, 1)
     assert "DEEPSPEED: 2 processes" in one and "DEEPSPEED: 2 processes" in other
@@ -91,21 +99,26 @@ def test_an_accelerator_trains_with_the_json_of_the_plan(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_deepspeeds_example_of_cifar_10_trains_with_its_own_configuration(tmp_path: Path) -> None:
+def test_deepspeeds_example_of_cifar_10_trains_with_its_own_configuration(
+    tmp_path: Path, scripts_preloaded: dict[str, str]
+) -> None:
     run, saved = tmp_path / "run", tmp_path / "saved"
     first = start(
         "launch", f"script={CIFAR}", "script_config_flag=null", "recipe=tiny",
-        "--run-dir", str(run), "--", "--save", str(saved), cwd=tmp_path,
+        "--run-dir", str(run), "--", "--save", str(saved), cwd=tmp_path, **scripts_preloaded,
     )  # fmt: skip
     stop_once(first, run, saved / "latest")
-    trainctl("resume", str(run), "--", "--save", str(saved), "--epochs", "4", cwd=tmp_path)
+    words = ("--save", str(saved), "--epochs", "4")
+    trainctl("resume", str(run), "--", *words, cwd=tmp_path, **scripts_preloaded)
     before, after = (re.findall(r"epoch .*", logs(run, attempt)[0]) for attempt in (1, 2))
     assert [line.partition(",")[0] for line in after] == ["epoch 2", "epoch 3"]
     assert before[2:4] == after[: len(before[2:4])]
 
 
 @pytest.mark.slow
-def test_trls_sft_script_trains_and_goes_on(tmp_path: Path) -> None:
+def test_trls_sft_script_trains_and_goes_on(
+    tmp_path: Path, scripts_preloaded: dict[str, str]
+) -> None:
     trl = pytest.importorskip("trl")
     script = Path(trl.__file__).parent / "scripts" / "sft.py"
     write_tokenizer(tmp_path / "model")
@@ -127,10 +140,11 @@ def test_trls_sft_script_trains_and_goes_on(tmp_path: Path) -> None:
         "zero_stage=2", "training.micro_batch_size=2", "training.global_batch_size=4",
         "optimizer.lr=0.001",
         "--run-dir", str(run), "--", *words, "--max_steps", "400", cwd=tmp_path,
+        **scripts_preloaded,
     )  # fmt: skip
     stop_once(first, run, out / "checkpoint-4")
     at = ["--resume_from_checkpoint", str(out / "checkpoint-2"), "--max_steps", "4"]
-    trainctl("resume", str(run), "--", *words, *at, cwd=tmp_path)
+    trainctl("resume", str(run), "--", *words, *at, cwd=tmp_path, **scripts_preloaded)
     assert "Training completed" in logs(run, 2)[0]
     state = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())
     assert [each["step"] for each in state["log_history"] if "loss" in each] == [1, 2, 3, 4]

@@ -20,7 +20,11 @@ pytestmark = pytest.mark.slow
 SMALL = (*TINY, "hardware.devices_per_node=1", "training.evaluation_samples=2")
 
 
-def test_a_sweep_runs_every_combination_and_shows_the_best(tmp_path: Path) -> None:
+def test_a_sweep_runs_every_combination_and_shows_the_best(
+    tmp_path: Path, preloaded_server: PreloadedServer
+) -> None:
+    """What is killed starts as a user's does; everything after it is preloaded."""
+    quick = preloaded_server.environment
     arguments = ("sweep", *SMALL, "optimizer.lr=1e-5,1e-2", "training.steps=5")
     # It is killed before anything is saved, and goes on by its folder alone.
     killed = start(*arguments, "--sweep-dir", "s", cwd=tmp_path)
@@ -32,20 +36,20 @@ def test_a_sweep_runs_every_combination_and_shows_the_best(tmp_path: Path) -> No
     killed.communicate()
     while find_holder(RunPaths(first)) is not None and time.monotonic() < deadline:
         time.sleep(0.1)
-    talk = trainctl("sweep", "s", "--resume", cwd=tmp_path)
+    talk = trainctl("sweep", "s", "--resume", cwd=tmp_path, **quick)
     assert "0: resume (" in talk and "1: start (not started yet)" in talk
     assert "run 0 of 2: ended" in talk and "run 1 of 2: ended" in talk
-    rows = json.loads(trainctl("sweep", "s", "--json", cwd=tmp_path))["runs"]
+    rows = json.loads(trainctl("sweep", "s", "--json", cwd=tmp_path, **quick))["runs"]
     assert [row["values"] for row in rows] == [{"optimizer.lr": "1e-05"}, {"optimizer.lr": "0.01"}]
     assert [row["run"]["state"] for row in rows] == ["finished", "finished"]
     assert rows[1]["held_out_loss"] < rows[0]["held_out_loss"] and rows[1]["best"]
-    assert "finished" in trainctl("runs", "ls", "s", cwd=tmp_path)
-    talk = trainctl("sweep", "s", "--resume", cwd=tmp_path)
+    assert "finished" in trainctl("runs", "ls", "s", cwd=tmp_path, **quick)
+    talk = trainctl("sweep", "s", "--resume", cwd=tmp_path, **quick)
     assert "0: leave (finished)" in talk and "1: leave (finished)" in talk
     assert "nothing to do" in talk
     # What is refused is refused before anything starts.
     out = trainctl(
-        "sweep", *SMALL, "optimizer.lr=1e-5,-1", "--sweep-dir", "t", cwd=tmp_path, code=2
+        "sweep", *SMALL, "optimizer.lr=1e-5,-1", "--sweep-dir", "t", cwd=tmp_path, code=2, **quick
     )
     assert "optimizer.lr=-1" in out and not (tmp_path / "t").exists()
 

@@ -36,6 +36,11 @@ PUBLIC = {
     # torch documents these, private or not (Understanding CUDA Memory Usage).
     "_dump_snapshot",
     "_record_memory_history",
+    # torch documents these (Flight Recorder for Debugging Stuck Jobs).
+    "_C",
+    "_distributed_c10d",
+    "_dump_fr_trace_json",
+    "_dump_nccl_trace_json",
     # transformers documents these, of its configurations and of Conv1D.
     "architectures",
     "eos_token_id",
@@ -46,6 +51,7 @@ PUBLIC = {
     "nf",
     "num_attention_heads",
     "num_hidden_layers",
+    "num_key_value_groups",
     "num_key_value_heads",
     "nx",
     "use_cache",

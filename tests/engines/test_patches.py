@@ -6,6 +6,7 @@ of the command, of the node agent that every launcher starts, and of a rank.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.engines import patch_checks as declared
 from trainctl.engines import patches
-from trainctl.engines.patches import ProcessKind, Table, Use, UseKind, compare_with_installed
+from trainctl.engines.patches import ProcessKind, Table, Use, called, compare_with_installed
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt
@@ -83,7 +84,7 @@ def test_changes_to_the_process_match_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[str] = []
-    monkeypatch.setattr(declared, "load_function", lambda name: lambda: called.append(name))
+    monkeypatch.setattr(declared, "resolve_name", lambda name: lambda: called.append(name))
     config = RunConfig()
     declared.apply_patches(config)
     always = ["disable_shm_allreduce", "leave_muon_uncompiled"]
@@ -139,9 +140,9 @@ def test_definitions_are_read_and_not_imported(
     digest = patches.definition_digest(method)
     assert patches.definition_signature(method) == "(self, a, /, b=1, *rest, c='x', **more)"
     size = patches.find_definition(f"{module}:Outer.size")
-    assert size is not None and patches.definition_text(size) == "size: int = 3"
+    assert size is not None and ast.unparse(size) == "size: int = 3"
     late = patches.find_definition(f"{module}:late")
-    assert late is not None and "not the end" in patches.definition_text(late)
+    assert late is not None and "not the end" in ast.unparse(late)
     assert patches.find_definition(f"{module}:Outer.late") is None
     assert patches.find_definition("no_such_package.code:late") is None
 
@@ -157,13 +158,7 @@ def test_a_fallback_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     module = _module(tmp_path, monkeypatch, "fourth_package", PLAIN)
 
     def findings(fallback: str) -> list[Severity]:
-        use = Use(
-            target=f"{module}:late",
-            how=UseKind.called,
-            why="to try",
-            signature="(a)",
-            fallback=fallback,
-        )
+        use = called(f"{module}:late(a)", "to try", fallback=fallback)
         found = Table("fourth_package", ("1.0",), (use,)).differences(
             RunConfig(), {ProcessKind.rank}
         )

@@ -27,6 +27,13 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 STOP = "training.stop_after_steps=2"
+SMALL = (
+    "training.sequence_length=64",
+    "training.global_batch_size=4",
+    "training.micro_batch_size=2",
+    "training.evaluation_samples=2",
+    "training.sample_tokens=0",
+)
 
 
 def launches(folder: Path) -> list[str]:
@@ -166,6 +173,6 @@ def test_the_code_that_was_there_needs_trust_for_the_schemas() -> None:
 @pytest.mark.usefixtures("preloaded")
 def test_the_commands_that_it_prints_train() -> None:
     for number, command in enumerate(launches(Path())):
-        trainctl(*shlex.split(command)[1:], "--run-dir", f"runs/{number}", STOP)
+        trainctl(*shlex.split(command)[1:], "--run-dir", f"runs/{number}", STOP, *SMALL)
         steps = read_events(Path(f"runs/{number}/events.jsonl"), "step")
         assert [each["step"] for each in steps] == [1, 2]

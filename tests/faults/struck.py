@@ -104,7 +104,7 @@ class Struck:
             value = condition()
             if value:
                 return value
-            time.sleep(0.01)
+            time.sleep(0.03)
         left = live_processes(self.root) if self.root.exists() else set()
         raise AssertionError(f"not within {seconds} s; alive: {left}")
 

@@ -70,8 +70,9 @@ class Killer:
         victim = self.draw.choice(["rank", "rank", "rank", "rank", "agent", "launcher"])
         if moment == "save":
             victim = "rank"
+        rank = self.draw.randrange(2) if victim == "rank" else None
         pid = {
-            "rank": lambda: struck.rank(self.draw.randrange(2)),
+            "rank": lambda: struck.rank(rank),
             "agent": struck.agent,
             "launcher": lambda: self.launcher.pid,
         }[victim]()
@@ -87,6 +88,10 @@ class Killer:
         else:
             # Ranks that were killed in the middle of a save leave it half done until the restart.
             struck.wait(lambda: len(struck.events("failure")) > self.failures)
+        if victim == "rank":
+            first = struck.events("failure")[self.failures]
+            assert (first["rank"], first["pid"], first["cause"]) == (rank, pid, "killed")
+            assert first["signal"] == "SIGKILL"
         self.failures = len(struck.events("failure"))
         self.in_saves += bool(uncommitted(struck))
         if victim == "launcher":

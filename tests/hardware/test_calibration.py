@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainctl.cli.main import run
+from trainctl.config.extras import package_version
 from trainctl.config.schema import Accelerator, HardwareConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import resolve_hardware
@@ -17,7 +18,6 @@ from trainctl.hardware.resolve import (
     Calibration,
     calibration_file,
     device_name,
-    installed_torch,
     merge_calibration,
     read_calibration,
 )
@@ -31,7 +31,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _measured(**changes: object) -> Calibration:
-    values = {"device": "cpu", "date": "2026-01-02", "torch": installed_torch()}
+    values = {"device": "cpu", "date": "2026-01-02", "torch": package_version("torch")}
     return Calibration(**{**values, **changes})  # type: ignore[arg-type]
 
 

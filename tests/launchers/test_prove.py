@@ -17,10 +17,11 @@ import trainctl as tc
 from trainctl.config import registry
 from trainctl.errors import ExitCode
 from trainctl.launchers.comparison import FACTOR, Comparison, Verdict, compare
-from trainctl.launchers.prove import copy_run
+from trainctl.launchers.replay import copy_run
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.recording import Recording, RecordingSettings, read_recording, request_recording
+from trainctl.runs.recording import Recording, read_recording
+from trainctl.runs.replays import RecordingSettings, request_replay
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +115,7 @@ def prepared(run: RunPaths, folder: Path, config: Any, processes: int, *, reorde
     (checkpoint,) = list_checkpoints(run)
     plan = replace(tiny_plan(config, processes), stop_step=CHECKPOINT + REPLAYED)
     copy = copy_run(run, checkpoint, folder, config)
-    request_recording(copy, RecordingSettings(reorder=reorder))
+    request_replay(copy, RecordingSettings(reorder=reorder))
     return Case(plan, copy)
 
 
@@ -188,7 +189,7 @@ def test_a_run_is_proved_by_launches_beside_it(
     after = contents(run.path)
     assert {path: after[path] for path in before} == before  # nothing was written to it
     assert [path for path in after if path not in before] == ["proofs/1.json", "proofs/2.json"]
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".prove")] == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".replay")] == []
     for changes, steps, code in (
         (["training.global_batch_size=16"], 1, ExitCode.bad_input),
         ([], 4, ExitCode.run_state),

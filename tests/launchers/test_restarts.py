@@ -93,6 +93,7 @@ def test_a_new_launch_takes_no_request_of_an_old_one(tmp_path):
     with StopHandler(run, stop_grace_seconds=0, limit=TimeLimit(1e-9)) as stop:
         stop.check_time()
         assert stop.save_reason == "the time limit" and pending_requests(run) == {Request.stop}
+        assert not stop.was_signalled  # what Ray's launcher ends with 143 instead of 75
 
 
 def test_a_launch_follows_what_was_asked_since_its_attempt_was_made(tmp_path):
@@ -130,6 +131,7 @@ def test_a_step_counts_from_the_moment_of_its_record(tmp_path, kinds, saves):
         stop.forward_to(agents, RunTag("id", run.root, 2))
         signal.raise_signal(signal.SIGHUP)
         assert (stop.save_reason, bool(ended)) == (("SIGHUP", False) if saves else ("", True))
+        assert stop.was_signalled
         assert pending_requests(run) == ({Request.stop} if saves else set())
 
 

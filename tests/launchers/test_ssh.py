@@ -26,12 +26,17 @@ from trainctl.errors import Severity
 from trainctl.hardware import resolve_hardware
 from trainctl.launchers import probe
 from trainctl.launchers.elastic import shrink_plan
-from trainctl.launchers.host_checks import HostGroup, check_hosts, host_problems
+from trainctl.launchers.host_checks import (
+    HostGroup,
+    check_hosts,
+    host_problems,
+    unprobed_hosts,
+)
 from trainctl.launchers.host_probe import HostReport, probe_hosts
-from trainctl.launchers.interface import AttemptRequest
+from trainctl.launchers.interface import AttemptRequest, LaunchRequest
 from trainctl.launchers.processes import shell_line, ssh_command
 from trainctl.launchers.rank_command import unforwarded_variable_findings
-from trainctl.launchers.ssh import render
+from trainctl.launchers.ssh import HostPool, render
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
@@ -318,6 +323,12 @@ def planned(*overrides: str) -> RunPlan:
     return plan
 
 
+def pool_of(plan: RunPlan, hosts: list[Host]) -> HostPool:
+    run = RunPaths(Path("/runs/a"))
+    launch = LaunchRequest(run=run, attempt=run.attempt(1), plan=plan, on_event=lambda _: None)
+    return HostPool(launch, hosts, unprobed_hosts(plan))
+
+
 @pytest.mark.parametrize(
     ("overrides", "nodes", "micro", "accumulation"),
     [
@@ -334,8 +345,8 @@ def test_fewer_nodes_keep_the_global_batch(
     overrides: list[str], nodes: int, micro: int, accumulation: int
 ) -> None:
     plan = planned(*overrides)
-    hosts = [Host(name) for name in "abcd"[:nodes]]
-    smaller = shrink_plan(plan, hosts)
+    hosts = [Host(name) for name in "abcd"]
+    smaller = shrink_plan(plan, nodes, pool_of(plan, hosts).section(nodes))
     assert smaller is not None
     assert smaller.batch.global_batch_size == plan.batch.global_batch_size
     assert (smaller.batch.micro_batch_size, smaller.batch.gradient_accumulation_steps) == (
@@ -343,14 +354,15 @@ def test_fewer_nodes_keep_the_global_batch(
         accumulation,
     )
     assert smaller.mesh.data == 2 * nodes and smaller.hardware.name == f"{nodes}x2xcpu"
-    assert smaller.config.launcher.hosts == [host.name for host in hosts]
+    assert smaller.config.launcher.hosts == list("abcd"[:nodes])
     assert smaller.total_steps == plan.total_steps
 
 
 def test_a_batch_that_fewer_nodes_cannot_share_is_refused() -> None:
     plan = planned("training.global_batch_size=16", "training.micro_batch_size=2")
-    assert shrink_plan(plan, [Host("a"), Host("b"), Host("c")]) is None  # 16 over 6 ranks
-    assert shrink_plan(plan, [Host("a"), Host("b")]) is not None
+    pool = pool_of(plan, [Host(name) for name in "abc"])
+    assert shrink_plan(plan, 3, pool.section(3)) is None  # 16 over 6 ranks
+    assert shrink_plan(plan, 2, pool.section(2)) is not None
 
 
 def test_what_was_rendered_is_written(tmp_path: Path) -> None:

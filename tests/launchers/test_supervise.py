@@ -86,6 +86,18 @@ def test_a_rank_that_raises_is_the_one_reported_although_its_peer_fails_too(
     assert "[rank1]: ValueError: the loss went through the roof" in failure["log_tail"]
 
 
+def test_a_collective_with_another_shape_is_named_with_the_failure(launches: Launches) -> None:
+    launch = launches.start("forever,gloo,shape")
+    code, talk = launch.end(40)
+    assert code == 128 + signal.SIGABRT
+    (failure,) = launch.events("failure")
+    assert (failure["rank"], failure["cause"]) == (1, "collective_mismatch")
+    stuck = failure["collective"]
+    assert (stuck["operation"], stuck["sequence"], stuck["entered"]) == ("all_reduce", 3, [0])
+    assert "was killed by SIGABRT (ranks called different collectives); collective 3 of" in talk
+    assert "rank 1 is in <module> (" in talk and f"{stuck['sentence']}" in failure["message"]
+
+
 def test_a_crash_in_native_code_leaves_its_stack_in_the_log(launches: Launches) -> None:
     launch = launches.start("forever,segfault")
     code, talk = launch.end(40)

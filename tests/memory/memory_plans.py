@@ -58,6 +58,7 @@ def make_plan(
     tensor: int = 1,
     pipeline: int = 1,
     sequence: int = 1,
+    context: int = 1,
     deepspeed: dict[str, Any] | None = None,
     **settings: Any,
 ) -> RunPlan:
@@ -67,9 +68,9 @@ def make_plan(
     """
     config = RunConfig(model=model, deepspeed=deepspeed or {})
     axes = config.parallelism
-    axes.tensor, axes.pipeline, axes.sequence = tensor, pipeline, sequence
+    axes.tensor, axes.pipeline, axes.sequence, axes.context = tensor, pipeline, sequence, context
     config = with_values(config, {k.replace("__", "."): value for k, value in settings.items()})
-    data = devices * nodes // (tensor * pipeline * sequence)
+    data = devices * nodes // (tensor * pipeline * axes.sequence_parts)
     return RunPlan(
         config=config,
         hardware=Hardware(
@@ -79,7 +80,7 @@ def make_plan(
             devices_per_node=devices,
             device_memory_bytes=device_memory,
         ),
-        mesh=Mesh(data=data, tensor=tensor, pipeline=pipeline, sequence=sequence),
+        mesh=Mesh(data=data, tensor=tensor, pipeline=pipeline, sequence=sequence, context=context),
         batch=Batch(
             global_batch_size=micro_batch * accumulation * data,
             micro_batch_size=micro_batch,

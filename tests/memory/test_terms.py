@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from anatomies import SMALL
 from memory_plans import GIB, LLAMA_3_8B, TINY, make_plan
 
 from trainctl.config.schema import (
@@ -15,6 +16,7 @@ from trainctl.config.schema import (
     OffloadDevice,
 )
 from trainctl.memory import constants
+from trainctl.memory.activations import ring_bytes
 from trainctl.memory.budget import (
     budget,
     count_communicators,
@@ -25,6 +27,7 @@ from trainctl.memory.engine import read_engine
 from trainctl.memory.phases import phases
 from trainctl.memory.rank import Components
 from trainctl.memory.stages import pipeline_stages
+from trainctl.plans.shapes import attended_width
 from trainctl.plans.types import Mesh
 
 HEAD = 4096 * 128_256
@@ -118,15 +121,42 @@ def test_fp8_casts_what_one_product_multiplies(emulate: bool, element: int) -> N
         ({"data": 4, "tensor": 2}, 3),
         ({"data": 4, "tensor": 8, "pipeline": 12}, 5),
         ({"data": 4, "sequence": 2}, 3),
+        ({"data": 4, "sequence": 2, "context": 2}, 4),
     ],
 )
 def test_each_group_of_ranks_has_a_communicator(axes: dict[str, int], groups: int) -> None:
     mesh = Mesh(**{"data": 1, "tensor": 1, "pipeline": 1, "sequence": 1} | axes)
-    assert count_communicators(mesh) == groups
     plan = replace(make_plan(devices=8), mesh=mesh)
+    assert count_communicators(plan) == groups
     alone = replace(plan, mesh=Mesh(data=1, tensor=1, pipeline=1, sequence=1))
     extra = runtime_range(plan).usual - runtime_range(alone).usual
     assert extra == groups * constants.COMMUNICATOR.usual
+
+
+def test_shard_groups_and_shared_heads_have_communicators_too() -> None:
+    plan = make_plan(LLAMA_3_8B, devices=16, zero_stage__stage=3)
+    grouped = make_plan(LLAMA_3_8B, devices=16, zero_stage__stage=3, zero_stage__shard_group_size=8)
+    assert count_communicators(grouped) == count_communicators(plan) + 2
+    shared = replace(plan, mesh=Mesh(data=1, tensor=16, pipeline=1, sequence=1))
+    assert count_communicators(shared) == 2  # eight key-value heads, each on two ranks
+
+
+def test_ring_attention_holds_keys_as_wide_as_they_are() -> None:
+    masked = {"sequence_length": 8192, "data__mask_documents": True}
+    # A sequence rank's 4096 tokens: eight heads of keys and of values in use, and their gradients;
+    # 32 heads of queries' gradients.
+    alone = ring_bytes(make_plan(LLAMA_3_8B, sequence=2, **masked), 2)
+    assert alone == 4096 * 128 * (16 * (2 + 4) + 32 * 4)
+    ring = ring_bytes(make_plan(LLAMA_3_8B, context=2, **masked), 2)
+    assert ring == 4096 * 128 * (16 * (2 * 2 + 3 * 4) + 32 * 4)
+    assert ring_bytes(make_plan(LLAMA_3_8B, sequence=2, sequence_length=8192), 2) == 0
+    latent = [*SMALL[:-1], "model.layers.{0-1} block 0 attention=4x48x16"]
+    narrow, wide = (
+        make_plan(replace(TINY, family="hf", path="m", anatomy=table), context=2)
+        for table in (SMALL, latent)
+    )
+    assert attended_width(wide.config.model) == 48
+    assert ring_bytes(wide, 2) == 3 * ring_bytes(narrow, 2)
 
 
 def test_large_tensors_leave_less_unused() -> None:

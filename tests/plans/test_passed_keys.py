@@ -7,7 +7,7 @@ from plan_cases import config_with, gpus
 
 from trainctl.config.derived import DerivedValue
 from trainctl.plans.deepspeed import nest_settings
-from trainctl.plans.deepspeed_table import WHEN, WORDS
+from trainctl.plans.deepspeed_table import CONDITIONS
 from trainctl.rules.deepspeed_schema import load, versions
 from trainctl.rules.passed_keys import (
     CONFIG_OWNED_KEYS,
@@ -33,7 +33,7 @@ def test_the_tables_name_keys_of_the_schema_and_each_once():
     assert [name for name in names if names.count(name) > 1] == []
     assert [name for name in names if name not in load().keys] == []
     assert [name for name in PASS_THROUGH_KEYS if load().keys[name].is_section] == []
-    assert all(need in WHEN and need in WORDS for need in PASS_THROUGH_KEYS.values() if need)
+    assert all(need in CONDITIONS for need in PASS_THROUGH_KEYS.values() if need)
 
 
 def findings_of(key, value, **changes):

@@ -9,7 +9,7 @@ from anatomies import SMALL
 from plan_cases import config_with, cpus, gpus
 
 from trainctl.config.keys import find_leaf
-from trainctl.config.schema import Packing
+from trainctl.config.schema import DataType, Packing
 from trainctl.errors import Severity
 from trainctl.rules.registry import PLAN_RULES
 from trainctl.rules.resolve import resolve
@@ -40,6 +40,11 @@ SAVES = {"checkpoint__every_steps": 10}
 LORA = {"adapter__kind": "lora"}
 NF4 = {"adapter__base_weights": "nf4"}
 TWO_STAGES = {"parallelism__pipeline": 2, "zero_stage__stage": 1}
+DUALPIPEV = {
+    **TWO_STAGES,
+    "parallelism__pipeline_schedule": "dualpipev",
+    "training__gradient_accumulation_steps": 4,
+}
 PAIRS = {
     "objective__kind": "dpo",
     "data__kind": "preferences",
@@ -163,6 +168,13 @@ ERRORS = [
         {"training__freeze": ["all_but_last_blocks:1"], **TWO_STAGES},
         gpus(2),
         "stage 0 (of 2 blocks) has nothing to train",
+        "parallelism.pipeline=1",
+    ),
+    (
+        "TC380",
+        {"training__freeze": ["all_but_last_blocks:2"], **DUALPIPEV},
+        gpus(2),
+        "stage 0 (of 1 blocks) has nothing to train, and DualPipeV",
         "parallelism.pipeline=1",
     ),
     (
@@ -369,6 +381,62 @@ ERRORS = [
         "nearest legal: 0.3",
     ),
     (
+        "TC500",
+        {"data__executor": "ray", "data__executor_address": "http://head:1/x"},
+        gpus(),
+        "data.executor_address=http://head:1/x is no address",
+        "nearest legal: auto, head:6379 or ray://head:10001",
+    ),
+    (
+        "TC500",
+        {"data__executor": "ray", "data__executor_address": "head:65536"},
+        gpus(),
+        "data.executor_address=head:65536 is no address",
+        "nearest legal: auto, head:6379 or ray://head:10001",
+    ),
+    (
+        "TC501",
+        {"data__executor": "slurm", "data__executor_options": ["-p cpu"]},
+        gpus(),
+        "'-p cpu' in data.executor_options is no option",
+        "--partition=cpu",
+    ),
+    (
+        "TC501",
+        {"data__executor": "slurm", "data__executor_options": ["--arr=0-9"]},
+        gpus(),
+        "'--arr=0-9' in data.executor_options is set by trainctl",
+        "--workers N",
+    ),
+    (
+        "TC501",
+        {"data__executor": "slurm", "data__executor_options": ["--job-name=mine"]},
+        gpus(),
+        "'--job-name=mine' in data.executor_options is set by trainctl",
+        "leave it out",
+    ),
+    (
+        "TC502",
+        {"data__executor": "ray", "data__factory": "mine:texts"},
+        gpus(),
+        "data.factory gives its texts in one process",
+        "data.executor=local",
+    ),
+    (
+        "TC502",
+        {"data__executor": "slurm", "data__max_bytes": 9},
+        gpus(),
+        "text that data.max_bytes cuts",
+        "leave data.max_bytes out",
+    ),
+    (
+        "TC502",
+        {"data__executor": "ray", "data__kind": "tokens", "data__paths": ["a.bin"]},
+        gpus(),
+        "the tokens are there",
+        "data.executor=local",
+    ),
+    (
         "TC354",
         {**mixed(), "data__dedup": "exact", "data__dedup_precedence": ["bocks"]},
         gpus(),
@@ -554,10 +622,43 @@ ERRORS = [
     ("TC003", {"parallelism__tensor": 8}, gpus(8), "num_attention_heads=4", "tensor=4"),
     (
         "TC003",
-        {"model__num_key_value_heads": 2, "parallelism__tensor": 4},
+        {
+            "model__num_attention_heads": 12,
+            "model__num_key_value_heads": 6,
+            "model__head_dim": 32,
+            "parallelism__tensor": 4,
+        },
+        gpus(8),
+        "num_key_value_heads=6",
+        "parallelism.tensor=3 or 6",
+    ),
+    (
+        "TC003",
+        {"model__num_key_value_heads": 2, "parallelism__tensor": 4, "script": "train.py"},
         gpus(8),
         "num_key_value_heads=2",
         "parallelism.tensor=2",
+    ),
+    (
+        "TC530",
+        {**SHARDED, "zero_stage__shard_group_size": 3},
+        gpus(8),
+        "shard_group_size=3 does not divide the 8 data-parallel ranks",
+        "zero_stage.shard_group_size=2 or 4",
+    ),
+    (
+        "TC532",
+        {"model__num_key_value_heads": 2, "parallelism__tensor": 4, "optimizer__kind": "muon"},
+        gpus(8),
+        "parallelism.tensor=4 and 2 key-value heads",
+        "parallelism.tensor=2",
+    ),
+    (
+        "TC405",
+        {"zero_stage__shard_group_size": 4},
+        gpus(8),
+        "engine.kind=deepspeed partitions over all data-parallel ranks",
+        "engine=fsdp2",
     ),
     ("TC004", {"parallelism__sequence": 8}, gpus(8), "num_attention_heads=4", "sequence=4"),
     (
@@ -580,6 +681,27 @@ ERRORS = [
         "sequence_length=2044 or 2048",
     ),
     ("TC006", {"parallelism__pipeline": 8}, gpus(8), "8 stages", "parallelism.pipeline=4"),
+    (
+        "TC006",
+        {**DUALPIPEV, "parallelism__pipeline": 4},
+        gpus(4),
+        "parallelism.pipeline=4 ranks of two stages",
+        "parallelism.pipeline=2 at most",
+    ),
+    (
+        "TC533",
+        {**DUALPIPEV, "training__gradient_accumulation_steps": 3},
+        gpus(2),
+        "needs 4 micro-batches in a step, and there are 3",
+        "training.gradient_accumulation_steps=4 or more",
+    ),
+    (
+        "TC533",
+        {**DUALPIPEV, "script": "program.py"},
+        gpus(2),
+        "trainctl's own trainer",
+        "parallelism.pipeline_schedule=1f1b",
+    ),
     (
         "TC008",
         {"parallelism__pipeline": 2, "parallelism__sequence": 2},
@@ -609,15 +731,59 @@ ERRORS = [
         "the model's 12 experts",
         "expert=4",
     ),
+    (
+        "TC009",
+        {**EXPERTS, "parallelism__expert": 4, "parallelism__tensor": 4},
+        gpus(16),
+        "the model's 8 experts over 4 tensor ranks each",
+        "parallelism.expert=2",
+    ),
+    (
+        "TC009",
+        {
+            **EXPERTS,
+            "parallelism__expert": 4,
+            "parallelism__tensor": 4,
+            "model__num_experts": 10,
+        },
+        gpus(16),
+        "the model's 10 experts over 4 tensor ranks each",
+        "parallelism.expert=1",
+    ),
+    *(
+        (
+            rule,
+            {
+                **EXPERTS,
+                **LORA,
+                "adapter__targets": ["experts.down_proj"],
+                "model__anatomy": [
+                    *SMALL[:-1],
+                    "model.layers.{0-1}.mlp.experts.down_proj 8x64x32 expert",
+                    "model.layers.{0-1} block 0 experts=8/2",
+                ],
+                **changes,
+            },
+            gpus(8),
+            text,
+            hint,
+        )
+        for rule, changes, text, hint in (
+            ("TC540", {"adapter__kind": "dora"}, "dora with an adapter of model", "adapter=lora"),
+            ("TC540", {"adapter__dropout": 0.1}, "dropout=0.1 with an adapter", "dropout=0"),
+            ("TC540", {**NF4, "adapter__targets": []}, "nf4 with a mixture", "weights=compute"),
+            ("TC541", {"adapter__rank": 4}, "in bf16: grouped products take", "adapter.rank=8"),
+        )
+    ),
     *(
         ("TC390", {**EXPERTS, **changes}, gpus(8), f"{text} with parallelism.expert=2", hint)
         for changes, text, hint in (
-            ({"parallelism__tensor": 2}, "parallelism.tensor=2", "parallelism.tensor=1"),
             ({"parallelism__sequence": 2}, "parallelism.sequence=2", "parallelism.sequence=1"),
             ({"optimizer__kind": "muon"}, "optimizer.kind=muon", "optimizer=adamw"),
             ({"precision__compute": "fp16"}, "precision.compute=fp16", "precision=bf16"),
             ({"precision__autocast": True}, "precision.autocast=true", "precision=bf16"),
-            (OFFLOAD, "offload.optimizer=cpu", "offload=none"),
+            (NVME, "offload.optimizer=nvme", "offload.optimizer=cpu"),
+            (ZENFLOW, "offload.zenflow=true", "offload.zenflow=false"),
             (
                 {"zero_stage__stage": 3, "zero_stage__hpz_partition_size": 8},
                 "zero_stage.hpz_partition_size=8",
@@ -881,10 +1047,104 @@ ERRORS = [
     ),
     (
         "TC012",
-        {"parallelism__sequence": 2, "data__mask_documents": True},
+        {
+            "parallelism__context": 2,
+            "model__family": "mistral",
+            "model__sliding_window": 16,
+            "training__sequence_length": 32,
+        },
         gpus(8),
-        "documents would attend to each other",
+        "model.sliding_window=16: sequences of 32 would be attended to as a whole",
+        "or on a GPU parallelism.sequence, model.attention=flash_attention_2",
+    ),
+    (
+        "TC001",
+        {"parallelism__context": 3},
+        gpus(8),
+        "sequence 1 x context 3 = 3 does not divide the 8 devices",
+        "use 6 or 9 devices",
+    ),
+    (
+        "TC005",
+        {"parallelism__context": 4, "training__sequence_length": 36},
+        gpus(8),
+        "not a multiple of parallelism.sequence=1 x parallelism.context=4, of two chunks each",
+        "sequence_length=32 or 40",
+    ),
+    (
+        "TC008",
+        {"parallelism__context": 2, "parallelism__pipeline": 2},
+        gpus(8),
+        "parallelism.context=2 with parallelism.pipeline=2: DeepSpeed's pipeline has no context",
+        "parallelism.context=1 or parallelism.pipeline=1",
+    ),
+    (
+        "TC520",
+        {"parallelism__context": 2, "precision__compute": DataType.fp32},
+        gpus(8),
+        "parallelism.context=2 in fp32",
+        "precision=bf16",
+    ),
+    (
+        "TC520",
+        {
+            "parallelism__sequence": 2,
+            "data__mask_documents": True,
+            "precision__compute": DataType.fp32,
+        },
+        gpus(8),
+        "parallelism.sequence=2 and data.mask_documents=true in fp32",
+        "precision=bf16",
+    ),
+    (
+        "TC520",
+        {"parallelism__sequence": 2, "data__mask_documents": True, "model__head_dim": 12},
+        gpus(8),
+        "heads of 12 numbers",
         "data.mask_documents=false",
+    ),
+    (
+        "TC520",
+        {
+            **READ,
+            "parallelism__context": 2,
+            "model__anatomy": [*SMALL[:-1], "model.layers.{0-1} block 0 attention=4x264x16"],
+        },
+        gpus(8),
+        "heads of 264 numbers",
+        "parallelism.context=1",
+    ),
+    *(
+        (
+            "TC522",
+            {**READ, **axes, "model__anatomy": ["model drops-attention", *SMALL]},
+            gpus(8),
+            f"{key}={text}: the model's code drops a part of its attention",
+            hint,
+        )
+        for key, axes, text, hint in (
+            ("parallelism.context", {"parallelism__context": 2}, "2", "parallelism.context=1"),
+            (
+                "parallelism.sequence",
+                {"parallelism__sequence": 2, "data__mask_documents": True},
+                "2 and data.mask_documents=true",
+                "data.mask_documents=false",
+            ),
+        )
+    ),
+    (
+        "TC520",
+        {"parallelism__context": 2, "model__head_dim": 12},
+        gpus(8),
+        "heads of 12 numbers: the fused kernel takes multiples of 8 up to 256",
+        "parallelism.context=1 and parallelism.sequence",
+    ),
+    (
+        "TC521",
+        {"parallelism__context": 2, "script": "train.py"},
+        gpus(8),
+        "for a program of your own: DeepSpeed's JSON has no context axis",
+        "parallelism.sequence",
     ),
     (
         "TC012",
@@ -904,6 +1164,13 @@ ERRORS = [
         gpus(8),
         "has 3 stages, parallelism.pipeline=2",
         "parallelism.pipeline=3",
+    ),
+    (
+        "TC013",
+        {**DUALPIPEV, "parallelism__stage_blocks": [2, 2]},
+        gpus(2),
+        "has 2 stages, parallelism.pipeline=2 with two on each rank",
+        "parallelism.pipeline=1",
     ),
     (
         "TC013",
@@ -1927,6 +2194,12 @@ WARNINGS = [
         {"training__freeze": ["lm_head"], "model__tie_word_embeddings": True},
         gpus(),
         "model.embed_tokens.weight and lm_head.weight are one tensor",
+    ),
+    (
+        "TC531",
+        {**SHARDED, "zero_stage__shard_group_size": 4},
+        gpus(6, nodes=2),
+        "shard groups of 4 devices cross nodes of 6 devices",
     ),
     ("TC341", {**mixed(), "data__max_bytes": 5}, gpus(), "data.max_bytes has no effect"),
     (

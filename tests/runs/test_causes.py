@@ -29,6 +29,10 @@ ERRORS = [
         "WorkNCCL(SeqNum=5) ran for 600000 milliseconds before timing out.",
         Cause.communication_timeout,
     ),
+    (
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running",
+        Cause.collective_mismatch,
+    ),
     ("RuntimeError: Connection closed by peer [127.0.0.1]:9354", Cause.lost_peer),
     ("ValueError: no: good", Cause.code),
 ]

@@ -95,6 +95,7 @@ COLUMNS: Mapping[str, Mapping[str, Any]] = {
     "norms": {"tensor": 2, "sequence_sharded_norms": True},
     "pipeline": {"pipeline": 2},
     "sequence": {"sequence": 2},
+    "context": {"context": 2},
 }
 LENGTH = 64
 
@@ -104,6 +105,7 @@ PAIRS = (
     ("olmo2", "norms"),
     ("granite", "pipeline"),
     ("cohere2", "sequence"),
+    ("deepseek_v3", "context"),
     ("deepseek_v3", "tensor"),
 )
 """Cases that the tests train: each column, and each kind of split that trainctl's own families do
@@ -140,7 +142,7 @@ def plan(
     for name, value in parallelism.items():
         setattr(config.parallelism, name, value)
     axes = config.parallelism
-    world = axes.tensor * axes.pipeline * axes.sequence * (axes.data or 1)
+    world = axes.tensor * axes.pipeline * axes.sequence_parts * (axes.data or 1)
     hardware = Hardware(name="cpu", accelerator=Accelerator.cpu, nodes=1, devices_per_node=world)
     resolution = resolve(config, hardware)
     return resolution.plan or tuple(item for item in resolution.findings if item.is_error)

@@ -4,6 +4,7 @@ import gc
 from typing import Any
 
 import torch
+from ranks import forget_groups
 from torch.distributed.tensor import DTensor
 
 from trainctl.train.session import assemble
@@ -49,4 +50,5 @@ def _of(case: Any, process: Any) -> int:
     )
     session.engine.close()
     del session
+    forget_groups()
     return new

@@ -17,8 +17,10 @@ import numpy as np
 from plain_order import sample_indices
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
-from trainctl.config.schema import DataType, OffloadDevice
+from trainctl.config.registry import new_section
+from trainctl.config.schema import DataType, OffloadDevice, PipelineSchedule
 from trainctl.data.corpus import Corpus
+from trainctl.options.model import AXES
 from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
@@ -39,11 +41,16 @@ class Leg:
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
+    context: int = 1
+    shard_group: int = 0
+    """Ranks of an HSDP shard group of `engine=fsdp2`; 0 is DeepSpeed."""
+    folded: int = 0
+    """Stages on each rank under DualPipeV; 0 is 1F1B."""
 
     @property
     def cut(self) -> str:
         """Return the axes other than data."""
-        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
+        sizes = {name: getattr(self, name) for name in (*AXES, "shard_group", "folded")}
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "none"
 
     @property
@@ -52,15 +59,20 @@ class Leg:
         return f"{self.processes}p-zero{self.stage}-{self.offload}-{cut}"
 
     def plan(self) -> RunPlan:
-        config = tiny_config(steps=STEPS)
+        config = tiny_config(steps=STEPS, model__num_layers=4)
         config.precision.compute = DataType.fp32
         config.optimizer.lr = 1e-3
         config.schedule.warmup_steps = 2
         config.zero_stage.stage = self.stage
+        if self.shard_group:
+            config.engine = new_section("engine", "fsdp2")
+            config.zero_stage.shard_group_size = self.shard_group
+        if self.folded:
+            config.parallelism.pipeline_schedule = PipelineSchedule.dualpipev
+            config.training.gradient_accumulation_steps = self.folded * self.pipeline
         config.offload.optimizer = OffloadDevice(self.offload)
-        config.parallelism.tensor = self.tensor
-        config.parallelism.pipeline = self.pipeline
-        config.parallelism.sequence = self.sequence
+        for axis in AXES:
+            setattr(config.parallelism, axis, getattr(self, axis))
         config.checkpoint.every_steps = SAVE_EVERY
         config.checkpoint.at_end = False
         return tiny_plan(config, self.processes)
@@ -77,8 +89,10 @@ _TENSOR, _PIPELINE = Leg(2, 3, tensor=2), Leg(2, 1, pipeline=2)
 CUTS: tuple[Journey, ...] = (
     (_TENSOR, _WHOLE, _TENSOR),
     (_PIPELINE, _WHOLE, _PIPELINE),
+    (Leg(2, 1, pipeline=2, folded=2), _PIPELINE, Leg(2, 1, pipeline=2, folded=2)),
     (_ALL, _WHOLE, _ALL),
     (Leg(2, 1, sequence=2), Leg(2, 0, tensor=2), Leg(2, 0, pipeline=2)),
+    (Leg(4, 1, context=4), Leg(4, 3, sequence=2, context=2), Leg(2, 2, context=2)),
 )
 """Journeys that change the model-parallel axes."""
 

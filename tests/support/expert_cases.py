@@ -14,16 +14,19 @@ from parity_cases import Curve
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainctl.config.schema import AttentionKind, ModelConfig
+from trainctl.config.registry import new_section
+from trainctl.config.schema import AttentionKind, ModelConfig, OffloadDevice
 from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
 
 STEPS = 6
 
+BLOCKS = 3
+
 SHAPE = {
     "vocab_size": 260,
     "hidden_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": BLOCKS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -65,6 +68,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 """Settings that make each architecture small, by transformers' name."""
 
+ADAPTED = ("o_proj", "experts.gate_up_proj", "experts.down_proj")
+"""Targets of the adapters of all architectures."""
+
+_DEVICES = {False: OffloadDevice.none, True: OffloadDevice.cpu}
+
 ROUTER_SCALE = 5.0
 """Scale of the routers' weights, so that the load of the experts is uneven."""
 
@@ -99,21 +107,37 @@ class Trial:
 
     kind: str
     processes: int = 1
-    """Number of processes, all data-parallel except for pipeline stages."""
+    """Number of processes, all data-parallel except for pipeline stages and tensor ranks."""
     expert: int = 1
     """Expert-parallel size."""
     stage: int = 0
     to_experts: tuple[int, ...] = ()
     """Experts that all tokens are routed to, top-k many; empty leaves the choice to the router."""
     settings: tuple[tuple[str, Any], ...] = ()
-    """Further settings, as `tiny_config` takes them."""
+    """Further settings, as `tiny_config` takes them; a list is a tuple here."""
     stages: tuple[int, ...] = ()
     """Blocks of each pipeline stage; empty without a pipeline."""
+    folded: bool = False
+    """Whether each pipeline rank has two of the stages, under DualPipeV."""
+    blocks: int = BLOCKS
+    """Blocks of the model."""
+    tensor: int = 1
+    """Tensor-parallel size."""
+    adapter: tuple[str, ...] = ()
+    """Targets of a LoRA adapter; empty without an adapter."""
+    offload: str = "none"
+    """Parts in host memory: none, optimizer, or both, which are parameters too."""
 
     @property
     def reference(self) -> Trial:
         """Return the same model on one process, with the same settings."""
-        return replace(self, processes=1, expert=1, stage=0, stages=())
+        alone = replace(self, processes=1, expert=1, stage=0, stages=(), folded=False)
+        return replace(alone, tensor=1, offload="none")
+
+    @property
+    def clipping(self) -> float:
+        """Clipping threshold, lower for adapters, whose gradients are smaller."""
+        return 0.1 if self.adapter else 0.5
 
     def plan(self, folder: Path, *, steps: int = STEPS) -> RunPlan:
         """Plan in fp32 with AdamW and a low clipping threshold, so that every step is clipped.
@@ -121,20 +145,29 @@ class Trial:
         Args:
             folder: Folder of the model directories.
         """
+        lists = {k: [*v] if isinstance(v, tuple) else v for k, v in self.settings}
         config = tiny_config(
             steps=steps,
             sequence_length=48,
             zero_stage__stage=self.stage,
             parallelism__expert=self.expert,
-            parallelism__pipeline=max(1, len(self.stages)),
+            parallelism__tensor=self.tensor,
+            offload__optimizer=_DEVICES[self.offload != "none"],
+            offload__parameters=_DEVICES[self.offload == "both"],
+            parallelism__pipeline=max(1, len(self.stages) // (2 if self.folded else 1)),
+            parallelism__pipeline_schedule="dualpipev" if self.folded else "1f1b",
             parallelism__stage_blocks=list(self.stages),
             optimizer__lr=1e-3,
-            optimizer__gradient_clipping=0.5,
-            checkpoint__at_end=False,
-            **{"precision__compute": "fp32", **dict(self.settings)},
+            optimizer__gradient_clipping=self.clipping,
+            checkpoint__at_end=bool(self.adapter),
+            **{"precision__compute": "fp32", **lists},
         )
-        name = "-".join([self.kind, *map(str, self.to_experts)])
+        name = "-".join([f"{self.kind}-{self.blocks}", *map(str, self.to_experts)])
+        if self.adapter:
+            config.adapter = new_section("adapter", "lora", rank=8, targets=list(self.adapter))
+            config.optimizer.lr = 5e-3
         top = {"num_experts_per_tok": len(self.to_experts)} if self.to_experts else {}
+        top["num_hidden_layers"] = self.blocks
         config.model = mixture(folder / name, self.kind, to_experts=self.to_experts, **top)
         return tiny_plan(config, self.processes)
 

@@ -29,6 +29,10 @@ def train(cases: list[Case], process: Process) -> None:
         session.engine.close()
 
 
+STEPS = 4
+"""Steps of a case whose memory is measured: after the first it is resident."""
+
+
 @dataclass(frozen=True)
 class Bytes:
     """Bytes in tensors of a rank."""
@@ -36,25 +40,38 @@ class Bytes:
     resident: int
     """After a step."""
     peak: int
-    """Peak within the next step."""
+    """Lowest peak of the next three steps."""
 
 
 def memory(cases: list[Case], process: Process) -> list[Bytes]:
-    """Measure the memory of each case."""
+    """Measure the memory of each case on the first rank; the others only train with it."""
     return [_memory_of(case, process) for case in cases]
 
 
 def _memory_of(case: Case, process: Process) -> Bytes:
+    if not process.is_first:
+        _train_beside(case, process)
+        return Bytes(0, 0)
     before = storages()
     session = assemble(case.plan, case.run, process)
     _step(session, 0)
     new = (size for address, (size, _) in storages().items() if address not in before)
     resident = sum(new)
     del before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _step(session, 1)
+    peaks = []
+    for number in range(1, STEPS):  # on a busy machine gloo frees the tensors of a collective late
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            _step(session, number)
+        peaks.append(peak_bytes(profiler))
     session.engine.close()
-    return Bytes(resident, resident + peak_bytes(profiler))
+    return Bytes(resident, resident + min(peaks))
+
+
+def _train_beside(case: Case, process: Process) -> None:
+    session = assemble(case.plan, case.run, process)
+    for number in range(STEPS):
+        _step(session, number)
+    session.engine.close()
 
 
 def peak_bytes(profiler: profile) -> int:

@@ -48,6 +48,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "DP 4": Layout(4, {"zero_stage__stage": 3}),
     "TP 2": Layout(2, {"zero_stage__stage": 1, "parallelism__tensor": 2}),
     "SP 2": Layout(2, {"zero_stage__stage": 1, "parallelism__sequence": 2}),
+    "CP 2": Layout(2, {"zero_stage__stage": 1, "parallelism__context": 2}),
     "recomputed": Layout(2, {"zero_stage__stage": 3, "activation_checkpointing__mode": "full"}),
     "FSDP2": Layout(2, {"zero_stage__stage": 3, "engine__kind": "fsdp2"}),
     "LoRA at rest": Layout(1, {**ADAPTER, "optimizer__lr": 1e-12}, "LoRA at rest"),

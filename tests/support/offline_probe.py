@@ -14,6 +14,6 @@ def answer(arguments: list[str]) -> tuple[int, str]:
     sys.argv[1:] = arguments
     with tempfile.TemporaryFile("w+") as answers:
         os.dup2(answers.fileno(), 1)
-        code = offline.main()
+        code = offline.answer(offline.TASKS)
         answers.seek(0)
         return int(code), answers.read().splitlines()[-1]

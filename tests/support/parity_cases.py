@@ -6,12 +6,15 @@ precision, model. `scripts/parity.py` trains the whole product, `test_parity.py`
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import math
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from trainctl.config.schema import (
     DataConfig,
     DataType,
     OffloadDevice,
+    PipelineSchedule,
     RunConfig,
 )
 from trainctl.errors import Finding
@@ -54,11 +58,24 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "PP2": {"pipeline": 2},
     "SP2": {"sequence": 2},
     "TP2xPP2xDP2": {"tensor": 2, "pipeline": 2, "data": 2},
+    "TP4": {"tensor": 4},
     "FSDP2": {"data": 2},
+    "HSDP4": {"data": 4},
+    "CP2": {"context": 2},
+    "CP4": {"context": 4},
+    "SP2xCP2": {"sequence": 2, "context": 2},
+    "TP2xCP2": {"tensor": 2, "context": 2},
+    "PP2V": {"pipeline": 2},
+    "TP2xPP2V": {"tensor": 2, "pipeline": 2},
 }
-"""Sizes of the mesh axes; "1" is the one process that all others are compared with, and FSDP2 is
-the engine of that name.
+"""Sizes of the mesh axes. "1" is the one process that all others are compared with. FSDP2 is the
+engine of that name, HSDP4 the same in two shard groups of two. TP4 is more ranks than key-value
+heads. V is DualPipeV.
 """
+FOLDED = tuple(name for name in LAYOUTS if name.endswith("V"))
+CONTEXT = tuple(name for name, sizes in LAYOUTS.items() if "context" in sizes)
+OF_THEIR_OWN = ("TP4", "FSDP2", "HSDP4", *CONTEXT, *FOLDED)
+"""Layouts that are not combined with everything."""
 
 STAGES = ("0", "1", "2", "3")
 
@@ -84,19 +101,28 @@ PRECISIONS = ("fp32", "bf16")
 
 FAMILIES = ("llama", "mistral", "qwen3", "gpt2")
 MODELS = tuple(f"{family}{tied}" for family in FAMILIES for tied in ("", "-untied"))
+ONE_HEAD = "llama-kv1"
+"""Llama with one key-value head, which two tensor ranks share."""
 MODULE = "module"
 """The module of `own_module`, which is not of transformers."""
+DOCUMENTS = "documents"
+"""Llama on short documents, several in each sample, that do not attend to each other."""
+
+DEEP = "deep"
+"""Prefix of a model with more blocks, whose steps are of four micro-batches: two stages on each of
+two ranks need both.
+"""
 
 NO_EFFECT, NOT_YET = "TC099", "not yet"
 _CHOSEN = ("parallelism.", "offload.", "activation_checkpointing.")
 
 AXES: Mapping[str, tuple[str, ...]] = {
-    "layout": tuple(LAYOUTS)[1:-1],
+    "layout": tuple(name for name in LAYOUTS if name not in ("1", *OF_THEIR_OWN)),
     "stage": STAGES,
     "offload": tuple(OFFLOADS),
     "checkpointing": tuple(CHECKPOINTING),
     "precision": PRECISIONS,
-    "model": (*MODELS, MODULE),
+    "model": (*MODELS, MODULE, DOCUMENTS),
 }
 
 
@@ -198,18 +224,30 @@ def layout_config(
     config.checkpoint.at_end = False
     config.training.evaluation_samples = 0
     config.training.sample_tokens = 0
-    if combination.model == MODULE:
+    name = combination.model.removeprefix(f"{DEEP}-")
+    if name == MODULE:
         from module_cases import module_section  # imports torch
 
         config.model = module_section("full", ())
     else:
-        family, _, untied = combination.model.partition("-")
+        family, _, variant = name.partition("-")
+        if family == DOCUMENTS:
+            family, config.data = "llama", replace(short_documents(), mask_documents=True)
         config.model.family = family
-        config.model.tie_word_embeddings = not untied
+        config.model.tie_word_embeddings = variant != "untied"
+        if combination.model == ONE_HEAD:
+            config.model.num_key_value_heads = 1
         if config.model.family == "gpt2":
             config.model.num_key_value_heads = None
-    if combination.layout == "FSDP2":
+    if name != combination.model:
+        config.training.gradient_accumulation_steps = 4
+        config.model.num_layers = 4 if name == MODULE else 5  # the module has four of its own
+    if combination.layout in FOLDED:
+        config.parallelism.pipeline_schedule = PipelineSchedule.dualpipev
+    if combination.layout in ("FSDP2", "HSDP4"):
         config.engine = new_section("engine", "fsdp2")
+    if combination.layout == "HSDP4":
+        config.zero_stage.shard_group_size = 2
     config.precision.compute = DataType(combination.precision)
     config.zero_stage.stage = int(combination.stage)
     for section, values in (
@@ -227,6 +265,18 @@ def layout_config(
         config.offload.buffer_count = 32  # as many parameters as are in flight at once
         config.offload.max_in_cpu = 0
     return config
+
+
+@cache
+def short_documents() -> DataConfig:
+    """Return a corpus of documents of about 20 tokens, in files that this process removes."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    files = [folder / "short.jsonl", folder / "held_out.jsonl"]
+    for file in files:
+        file.write_text("".join(f'{{"text": "{n} squared: {n * n}"}}\n' for n in range(4000)))
+    texts, held_out = ([str(file)] for file in files)
+    return new_section("data", "files", paths=texts, held_out_paths=held_out)
 
 
 def enlarge(config: RunConfig) -> None:
@@ -329,9 +379,9 @@ def limit(spread: Difference | None) -> Difference:
     return Difference(SPREADS * spread.loss, SPREADS * spread.norm)
 
 
-def clips_enough(reference: Curve) -> bool:
+def clips_enough(reference: Curve, clipping: float = CLIPPING) -> bool:
     """Return True if enough steps are clipped for wrong clipping to show."""
-    clipped = sum(norm > CLIPPING for _, norm in reference.values())
+    clipped = sum(norm > clipping for _, norm in reference.values())
     return clipped * STEPS >= CLIPPED_STEPS * len(reference)
 
 

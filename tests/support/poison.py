@@ -21,7 +21,7 @@ from trainctl.plans.types import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.loop import Trainer
-from trainctl.train.nonfinite import _module_paths
+from trainctl.train.nonfinite import module_paths
 from trainctl.train.session import Session, assemble
 
 NAN = float("nan")
@@ -146,7 +146,7 @@ def _strike(session: Session, what: str, name: str) -> None:
             output.register_hook(lambda gradient: gradient * NAN)
         return None
 
-    for module, path in _module_paths(session).items():
+    for module, path in module_paths(session).items():
         if path == name:
             module.register_forward_hook(hook)
 

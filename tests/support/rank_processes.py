@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from trainctl.plans.derive import is_counted_in_epochs
 from trainctl.plans.trainable import quantized_layers
 from trainctl.plans.types import RunPlan
 from trainctl.rules.resolve import resolve
+from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
@@ -173,6 +175,26 @@ def trained(folder: Path, config: RunConfig, processes: int = 1) -> RunPaths:
     run = RunPaths(folder)
     train_cases(processes, [Case(tiny_plan(config, processes), run)])
     return run
+
+
+def goes_on_exactly(
+    folder: Path, plan: RunPlan, step: int, *, probe: str = ""
+) -> tuple[RunPaths, RunPaths, list[Any]]:
+    """Train a plan whole, and once more from its checkpoint of a step, with the same curve.
+
+    Returns:
+        Both runs, and what `probe` returned of the second, by rank.
+    """
+    whole, again = RunPaths(folder / "whole"), RunPaths(folder / "again")
+    train_cases(plan.mesh.world_size, [Case(plan, whole)], probe=probe)
+    shutil.copytree(whole.root, again.root)
+    for later in (info for info in list_checkpoints(again) if info.step > step):
+        shutil.rmtree(later.path)
+    results = train_cases(plan.mesh.world_size, [Case(plan, again, 2)], probe=probe)
+    made = [event["step"] for event in read_events(again.events, "step") if event["attempt"] == 2]
+    assert made == list(range(step + 1, plan.total_steps + 1))
+    assert curve(again) == curve(whole) and len(curve(whole)) == plan.total_steps
+    return whole, again, results
 
 
 def server() -> ForkServer:

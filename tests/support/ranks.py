@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import cpuinfo
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
@@ -23,6 +25,9 @@ from trainctl.plans.types import Batch
 from trainctl.runs.records import EventWriter
 from trainctl.train.loop import Trainer
 from trainctl.train.session import Session, assemble
+
+# DeepSpeed asks three times for each operator in host memory, each time by a process of its own.
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 _GROUPS = {
     name: copy.copy(value)
@@ -49,9 +54,13 @@ def train(cases: list[Case]) -> None:
             # As a new process would have it: other cases of this process may use another format.
             use_fp32_cpu_products(case.plan.config.precision, process.device)
             train_case(case, process)
-            # Otherwise the next engine would reuse these groups.
-            for name, value in _GROUPS.items():
-                setattr(groups, name, copy.copy(value))
+            forget_groups()
+
+
+def forget_groups() -> None:
+    """Restore DeepSpeed's record of process groups, which the next engine would reuse."""
+    for name, value in _GROUPS.items():
+        setattr(groups, name, copy.copy(value))
 
 
 def train_case(case: Case, process: Process) -> None:
@@ -59,7 +68,7 @@ def train_case(case: Case, process: Process) -> None:
     session = assemble(case.plan, case.run, process)
     _assert_swapped(session)
     mesh = session.mesh
-    if mesh.tensor.is_first and mesh.sequence.is_first and mesh.pipeline.is_first:
+    if all(axis.is_first for axis in (mesh.tensor, mesh.sequence, mesh.context, mesh.pipeline)):
         session.training = _Watched(session.training, case)  # type: ignore[assignment]
     events = EventWriter(case.run.events, case.attempt) if process.is_first else None
     Trainer(session, events, attempt=case.attempt).train()

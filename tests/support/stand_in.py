@@ -8,6 +8,7 @@ child       fork a child in a session of its own that would never end
 worker      fork a child in the same session that ignores SIGTERM
 stubborn    ignore SIGTERM
 raise       rank 1 raises at the third step
+shape       rank 1 all-reduces half of what the others do at the third step; records like a rank
 segfault    rank 1 crashes in native code at the third step
 processors  say which ones it may use
 build       rank 0 compiles, as far as others can see it of torch's cpp_extension, until it is noted
@@ -60,6 +61,15 @@ if behaviour & {"torch", "gloo"}:
     import torch.distributed as dist
 if "gloo" in behaviour:
     dist.init_process_group("gloo")
+if "shape" in behaviour:
+    from trainctl.engines.flight_recorder import answer_requests, write_failed_record
+    from trainctl.runs.layout import RunPaths
+
+    attempt_paths = RunPaths(records.parent).attempt(tag.attempt)
+    record = attempt_paths.flight_record(rank)
+    answer_requests(record, attempt_paths.flight_request)
+    (attempt_paths.root / "heartbeats").mkdir(exist_ok=True)
+    attempt_paths.heartbeat(rank).touch()
 
 print(f"rank {rank} of {os.environ['WORLD_SIZE']} is up", flush=True)
 if "processors" in behaviour:
@@ -96,6 +106,12 @@ with EventWriter(records, tag.attempt) as events:
     if rank == 0:
         events.write("start", world_size=int(os.environ["WORLD_SIZE"]))
     for step in range(first, last + 1):
+        if "shape" in behaviour and step == 3:
+            try:
+                dist.all_reduce(torch.ones(500 if rank == 1 else 1000))
+            except RuntimeError as error:
+                write_failed_record(record, error)
+                raise
         if "gloo" in behaviour:
             dist.all_reduce(torch.ones(1))
         if rank == 1 and step == 3 and "raise" in behaviour:

@@ -1,26 +1,29 @@
-"""A plain loop with the divergence of TRL's GKD: `MODEL TEACHER TOKENS BETAS`, in its own process.
-
-Prints for each beta the loss and the gradient norm of every step, as JSON. TOKENS is a file of
-torch with the ids of each step, (steps, samples, length).
-"""
+"""A plain loop with the divergence of TRL's GKD, which runs in a forked process of its own."""
 
 from __future__ import annotations
 
-import json
-import sys
+from pathlib import Path
 
 import torch
 
 
-def main(model: str, teacher: str, tokens: str, betas: str) -> None:
-    """Train the model once for each beta, and print the records."""
+def train(
+    arguments: tuple[str, str, Path, list[float]],
+) -> list[list[tuple[float, float]]]:
+    """Train a model once for each beta; return the loss and the gradient norm of every step.
+
+    Args:
+        arguments: Folders of the model and the teacher, a file of torch with the ids of each step
+            (steps, samples, length), and the betas.
+    """
     from transformers import AutoModelForCausalLM
     from trl.experimental.gkd import GKDTrainer
 
+    model, teacher, tokens, betas = arguments
     torch.set_num_threads(1)
     taught = AutoModelForCausalLM.from_pretrained(teacher).eval()
     found = []
-    for beta in json.loads(betas):
+    for beta in betas:
         student = AutoModelForCausalLM.from_pretrained(model)
         optimizer = torch.optim.AdamW(
             student.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
@@ -38,8 +41,4 @@ def main(model: str, teacher: str, tokens: str, betas: str) -> None:
             optimizer.zero_grad()
             steps.append((float(loss), float(norm)))
         found.append(steps)
-    print("\n" + json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return found

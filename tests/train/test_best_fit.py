@@ -1,6 +1,6 @@
 """Best-fit packing and fill-in-the-middle of a run: what a rank trains on, and what is kept."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,18 +13,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Packing, RunConfig
-from trainctl.data.corpora import build_corpora, cached_corpora, load_corpora, save_corpora
+from trainctl.data.corpora import build_corpora
 from trainctl.data.infilling import infilling_settings
 from trainctl.data.mixture import SourceLength, plan_data
 from trainctl.data.packing import load_bins, packed_token_count
-from trainctl.data.prepare import prepare
 from trainctl.data.sample_contents import read_samples
 from trainctl.data.tokenizer import ByteTokenizer, load_tokenizer
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.protocol import Engine
 from trainctl.errors import TrainctlError
 from trainctl.options.objective import objective_of
-from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events, step_curve
 from trainctl.train.data import PackedDataset, TrainingData
@@ -207,30 +205,6 @@ def test_a_document_is_the_same_in_all_its_samples_and_another_in_the_next_epoch
         assert (np.flatnonzero(whole == 50) + 1).tolist() == ends.tolist()
     sentinels = [(np.isin(whole, [51, 52, 53])).sum() for whole in epochs]
     assert 0.3 < sentinels[0] / (3 * len(ends)) < 0.7 and (epochs[0] != epochs[1]).any()
-
-
-def test_a_run_without_document_ends_resumes_without_features_that_need_them(config, tmp_path):
-    run, plan = RunPaths(tmp_path / "run"), tiny_plan(with_data(config, packing=Packing.stream), 1)
-    run.root.mkdir()
-    prepare(plan, run)
-    corpora = load_corpora(run.corpus, plan.config.data)
-    save_corpora(run.corpus, {name: each.as_without_ends() for name, each in corpora.items()})
-    prepare(plan, run)
-    with pytest.raises(TrainctlError, match="where documents end"):
-        prepare(tiny_plan(config, 1), run)
-
-
-def test_a_cached_corpus_without_document_ends_is_tokenized_again_if_they_are_needed(config):
-    whole = build_corpora(config, ByteTokenizer())["data"]
-    record = Path(whole.folder) / "corpus.json"
-    write_json(record, asdict(whole.as_without_ends()))
-    said = []
-    plain = with_data(config, packing=Packing.stream)
-    assert not build_corpora(plain, ByteTokenizer(), notify=said.append)["data"].train.ends
-    assert not said and cached_corpora(plain, ByteTokenizer())["data"]
-    assert cached_corpora(config, ByteTokenizer())["data"] is None
-    assert build_corpora(config, ByteTokenizer(), notify=said.append)["data"] == whole
-    assert "where documents end" in said[0]
 
 
 def test_tokens_that_there_are_not_are_named(with_words):

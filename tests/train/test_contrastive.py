@@ -157,10 +157,10 @@ def test_the_curve_and_the_export_match_sentence_transformers(pooling, tmp_path)
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
 
-    steps, rate, texts = 20, 1e-3, ("query", "positive", "negative")
+    steps, rate, texts = 8, 1e-3, ("query", "positive", "negative")
     rows = [
         {"query": f"{a}+{7 * a % 31}", "positive": f"{8 * a % 31}", "negative": f"{a} less"}
-        for a in range(160)
+        for a in range(64)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(

@@ -1,7 +1,6 @@
 """The corpus: which files, how they are split, what is written, and what is refused."""
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +17,12 @@ import pytest
 from trainctl.config.registry import new_section
 from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.data.cache_files import cache_folder, lock_folder
-from trainctl.data.corpora import require_unchanged_corpora
-from trainctl.data.corpus import Corpus, build_corpus, build_users_corpus
+from trainctl.data.corpus import Corpus, build_corpus
+from trainctl.data.corpus_record import read_corpus
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import document_identity
-from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.readers.files import split_files
-from trainctl.runs.files import write_json
-from trainctl.runs.layout import RunPaths
 
 
 @pytest.fixture(autouse=True)
@@ -180,8 +175,6 @@ def test_the_digest_tells_training_text_from_held_out_text(texts):
     ]
     assert raw[0] == raw[1]
     assert corpora[0].digest != corpora[1].digest
-    assert not corpora[1].continues(corpora[0])
-    assert corpora[0].digest_of_format_1() == corpora[1].digest_of_format_1()
 
 
 def scramble(path):
@@ -346,48 +339,12 @@ def files_left():
     return {path.name for path in cache_folder().rglob("*") if not path.is_dir()}
 
 
-def in_format_1(corpus, folder):
-    """Write the corpus in format 1, which has no checksums, and load it."""
-    folder.mkdir(parents=True)
-    digest = hashlib.sha256()
-    for split in (corpus.held_out, corpus.train):
-        raw = (Path(corpus.folder) / split.file).read_bytes()
-        (folder / split.file).write_bytes(raw)
-        digest.update(raw)
-    new = ("bad_text", "former_digest", "format")
-    record = {name: value for name, value in asdict(corpus).items() if name not in new}
-    for side in ("train", "held_out"):
-        record[side] = {name: record[side][name] for name in ("file", "tokens", "documents")}
-    record |= {"folder": str(folder), "digest": digest.hexdigest()}
-    (folder / "corpus.json").write_text(json.dumps(record))
-    return Corpus.load(folder / "corpus.json")
-
-
-def test_a_run_of_the_first_format_goes_on_and_its_cache_is_made_again(texts, tmp_path):
-    corpus, told = built(texts)
-    assert told == []
-    old = in_format_1(corpus, tmp_path / "old")
-    assert old.format == 1 and corpus.continues(old)
-    assert not corpus.continues(replace(old, digest="0" * 64))
-    run = RunPaths(tmp_path / "run")
-    run.root.mkdir()
-    write_json(run.corpus, json.loads((tmp_path / "old" / "corpus.json").read_text()))
-    assert require_unchanged_corpora({SINGLE_SOURCE: corpus}, run.corpus)[SINGLE_SOURCE].has_digest(
-        old.digest
-    )
-
-
-def texts_of(config, split):
-    yield from (f"{split} {number}" for number in range(50))
-
-
-def test_a_function_that_gave_texts_in_the_first_format_is_not_asked_again(tmp_path, monkeypatch):
-    config = DataConfig(factory=f"{__name__}:texts_of")
-    monkeypatch.setattr("trainctl.data.corpus.load_user_function", lambda key, name: texts_of)
-    corpus = build_users_corpus(config, ByteTokenizer(), tmp_path / "first")
-    in_format_1(corpus, tmp_path / "old")
-    monkeypatch.setattr("trainctl.data.corpus.load_user_function", lambda key, name: 1 / 0)
-    told: list[str] = []
-    again = build_users_corpus(config, ByteTokenizer(), tmp_path / "old", notify=told.append)
-    assert replace(again, folder=corpus.folder) == corpus.as_without_ends()
-    assert "older format" in told[0]
+def test_a_record_of_another_version_is_not_read(texts, tmp_path):
+    corpus, _ = built(texts)
+    record = json.loads((Path(corpus.folder) / "corpus.json").read_text())
+    without_ends = {**record, "train": {**record["train"], "ends": ""}}
+    for changed, why in (({**record, "format": 1}, "format"), (without_ends, "documents end")):
+        (tmp_path / "corpus.json").write_text(json.dumps(changed))
+        with pytest.raises(TrainctlError, match=why):
+            Corpus.load(tmp_path / "corpus.json")
+        assert read_corpus(tmp_path)[0] is None

@@ -18,11 +18,13 @@ END = 256
 
 def make_corpus(tmp_path, ids):
     np.asarray(ids, dtype="<u2").tofile(tmp_path / "train.bin")
+    ends = sorted({len(ids)} | {place + 1 for place, id in enumerate(ids) if id == END})
+    np.asarray(ends, dtype="<u8").tofile(tmp_path / "train.ends")
     return Corpus(
         folder=str(tmp_path),
         dtype="<u2",
         end_of_document=END,
-        train=Split("train.bin", len(ids), 1),
+        train=Split("train.bin", len(ids), len(ends), ends="train.ends"),
         held_out=Split("held_out.bin", 0, 0),
         unigram_entropy=1.0,
         digest="",

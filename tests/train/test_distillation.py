@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
+from rank_processes import Case, curve, server, tiny_config, tiny_plan, train_cases, with_stop
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
@@ -363,13 +360,10 @@ def test_every_layout_has_one_curve_and_asks_the_teacher_once(teacher, tmp_path,
     assert curve(runs["resumed"])[6][0] == pytest.approx(curve(runs["alone"])[6][0], abs=1e-5)
 
 
-TRL = Path(__file__).parents[1] / "support" / "trl_distillation.py"
-
-
 @pytest.mark.slow
 def test_the_curve_is_that_of_a_plain_loop_with_the_loss_of_trl(teacher, tmp_path):
     keys = {
-        "steps": 20,
+        "steps": 8,
         "gradient_accumulation_steps": 1,
         "evaluate_every_steps": None,
         "evaluation_samples": 0,
@@ -404,17 +398,14 @@ def test_the_curve_is_that_of_a_plain_loop_with_the_loss_of_trl(teacher, tmp_pat
     data = TrainingData.of(cases[0].plan, corpora, data_rank=0, data_size=1)
     batch = cases[0].plan.batch
     tokens = [
-        torch.cat([part.input_ids for part in data.step(8 * step, batch)]) for step in range(20)
+        torch.cat([part.input_ids for part in data.step(8 * step, batch)]) for step in range(8)
     ]
     torch.save(torch.stack(tokens), tmp_path / "tokens.pt")
-    arguments = [tmp_path / "model", teacher, tmp_path / "tokens.pt", json.dumps([*kinds.values()])]
-    done = subprocess.run(
-        [sys.executable, TRL, *arguments], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for case, theirs in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    arguments = str(tmp_path / "model"), str(teacher), tmp_path / "tokens.pt", [*kinds.values()]
+    (found,) = server().run("trl_distillation:train", arguments, 1, 300.0)
+    for case, theirs in zip(cases, found, strict=True):
         ours = recorded(case.run, "step")
-        assert len(ours) == len(theirs) == 20
+        assert len(ours) == len(theirs) == 8
         for our, (loss, norm) in zip(ours, theirs, strict=True):
             assert our["loss"] == pytest.approx(loss, abs=1e-4), case.run
             assert our["grad_norm"] == pytest.approx(norm, rel=1e-3), case.run

@@ -15,7 +15,7 @@ from trainctl.runs.layout import RunPaths
 
 pytestmark = pytest.mark.slow
 
-RANKS = 2
+RANKS = 4
 
 CASES: dict[str, dict[str, Any]] = {
     "3, fp32": {},
@@ -23,6 +23,12 @@ CASES: dict[str, dict[str, Any]] = {
     "3, bf16, once a step": {
         "precision__compute": "bf16",
         "engine__reduce_every_micro_batch": False,
+    },
+    "3, fp32, in groups": {"zero_stage__shard_group_size": 2},
+    "2, bf16, in groups": {
+        "precision__compute": "bf16",
+        "zero_stage__stage": 2,
+        "zero_stage__shard_group_size": 2,
     },
     "3, fp32, on the host": {"offload__optimizer": "cpu", "offload__parameters": "cpu"},
 }
@@ -33,7 +39,7 @@ def plan(**changes: Any) -> RunPlan:
     config = tiny_config(
         steps=4,
         sequence_length=16,
-        global_batch_size=4,
+        global_batch_size=8,
         **{
             "engine__kind": "fsdp2",
             "zero_stage__stage": 3,
@@ -67,7 +73,7 @@ def planned(of: RunPlan) -> tuple[int, int]:
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("fsdp2-memory")
     cases = [Case(plan(**changes), RunPaths(folder / name)) for name, changes in CASES.items()]
-    first, _ = train_cases(RANKS, cases, probe="fsdp2_probe:memory")
+    first, *_ = train_cases(RANKS, cases, probe="fsdp2_probe:memory")
     return dict(zip(CASES, first, strict=True))
 
 
@@ -75,4 +81,5 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_states_and_the_peak_of_a_step_are_as_planned(counted: dict[str, Any], name: str) -> None:
     resident, peak = planned(plan(**CASES[name]))
     assert counted[name].resident == pytest.approx(resident, rel=0.01)
-    assert counted[name].peak == pytest.approx(peak, rel=0.1)
+    # On a busy machine the gather of the next unit may begin later than planned.
+    assert 0.85 * peak <= counted[name].peak <= 1.1 * peak

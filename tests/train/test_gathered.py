@@ -34,7 +34,7 @@ def planned(of: RunPlan) -> int:
     engine = read_engine(of)
     (stage,) = pipeline_stages(of.config.model)
     threshold = of.config.zero_stage.param_persistence_threshold
-    always = stage.bytes_below(threshold, engine.weight_bytes)
+    always = stage.bytes_below(threshold, engine.weight_bytes, engine.ranks)
     gathered = phases(of, engine, stage, 0)["forward_end"].gathered_parameters
     return (gathered - always) // engine.weight_bytes
 

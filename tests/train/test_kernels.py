@@ -62,9 +62,7 @@ def test_compiled_blocks_give_the_same_gradients_in_one_graph_for_all(family, co
 def test_curves_agree_with_compiled_blocks(tmp_path):
     """ZeRO-3's hooks that gather weights break the graphs, which must not change the results."""
     cases = []
-    for index, (stage, kind) in enumerate(
-        [(0, CompileKind.none), (2, CompileKind.blocks), (3, CompileKind.blocks)]
-    ):
+    for index, (stage, kind) in enumerate([(0, CompileKind.none), (3, CompileKind.blocks)]):
         config = tiny_config(steps=4)
         config.zero_stage.stage = stage
         config.precision.compute = DataType.fp32
@@ -75,11 +73,10 @@ def test_curves_agree_with_compiled_blocks(tmp_path):
         config.checkpoint.at_end = False
         cases.append(Case(tiny_plan(config, 2), RunPaths(tmp_path / str(index))))
     train_cases(2, cases)
-    plain, *others = (curve(case.run) for case in cases)
+    plain, compiled = (curve(case.run) for case in cases)
     assert list(plain) == list(range(1, 5))
-    for other in others:
-        for step, (loss, norm) in plain.items():
-            assert other[step] == pytest.approx((loss, norm), rel=1e-5), step
+    for step, (loss, norm) in plain.items():
+        assert compiled[step] == pytest.approx((loss, norm), rel=1e-5), step
 
 
 def test_without_kernels_the_model_is_left_alone():

@@ -1,4 +1,4 @@
-"""Tensor, pipeline and sequence parallelism give the curve of one process.
+"""Tensor, pipeline, sequence and context parallelism give the curve of one process.
 
 The plain products with ZeRO, offload and activation checkpointing are in the parity table; here is
 what is particular to a layout.
@@ -73,6 +73,15 @@ CASES = {
         {"parallelism__pipeline": 3, "parallelism__pipeline_partition": PipelinePartition.time},
         3,
     ),
+    "llama, two stages on each of three ranks, uneven": (
+        {"model__num_layers": 8, "gradient_accumulation_steps": 8},
+        {
+            "parallelism__pipeline": 3,
+            "parallelism__pipeline_schedule": "dualpipev",
+            "parallelism__stage_blocks": [1, 2, 1, 1, 1, 2],
+        },
+        3,
+    ),
     "llama, tensor and sequence ranks": (
         {"stage": 3},
         {"parallelism__tensor": 2, "parallelism__sequence": 2},
@@ -84,6 +93,12 @@ CASES = {
         2,
     ),
     "gpt2, sequence and data ranks": ({"family": "gpt2"}, {"parallelism__sequence": 2}, 4),
+    "gpt2, context and data ranks": ({"family": "gpt2"}, {"parallelism__context": 2}, 4),
+    "llama, documents masked, sequence ranks": (
+        {"data__mask_documents": True},
+        {"parallelism__sequence": 2},
+        2,
+    ),
 }
 
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import modeling_flash_attention_utils
+from anatomies import read_directory
+from transformers import LlamaConfig, modeling_flash_attention_utils
 
 from trainctl.config.schema import (
     ModelConfig,
 )
-from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.micro_batch import MicroBatch, SequencePart
 from trainctl.errors import TrainctlError
 from trainctl.train.models.model import (
     has_flash_attention,
@@ -103,11 +104,30 @@ def test_flash_attention_keeps_to_the_documents_of_every_sample(family, monkeypa
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_llama_directory_drops_attention_as_its_config_says(share, tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    LlamaConfig(**sizes, num_attention_heads=4, attention_dropout=share).save_pretrained(tmp_path)
+    shape = read_directory(ModelConfig(family="hf", path=str(tmp_path)))
+    assert shape.family == ("hf" if share else "llama")
+    model = skeleton(shape, torch.float32)
+    materialise(model, SeedWeights(3, std=0.3), torch.device("cpu"))
+    ids = torch.arange(12)[None]
+
+    def logits():
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False).logits
+
+    assert torch.equal(logits(), logits()) == (share == 0)
+    model.eval()
+    assert torch.equal(logits(), logits())
+
+
 def test_a_part_of_a_sequence_tells_flash_attention_of_the_whole():
     ids = torch.zeros(2, 8, dtype=torch.long)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0]])
     batch = MicroBatch(ids, ids, positions, positions, torch.arange(2), is_masked=True)
-    inputs = batch.model_inputs(torch.device("cpu"), part=(1, 2), flash_attention=True)
+    inputs = batch.model_inputs(torch.device("cpu"), part=SequencePart(1, 2), flash_attention=True)
     assert inputs["position_ids"].tolist() == positions[:, 4:].tolist()
     assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 8, 15, 16]
     assert inputs["max_length_k"] == 7

@@ -181,7 +181,8 @@ def test_a_last_stage_has_the_tied_weight_and_saves_its_other_embeddings(tensor)
     model = ModuleModel.of(Tabled(own_module.Sizes(depth=4)), SHAPE)
     stages = (range(0, 2), range(2, 4))
     axes = SimpleNamespace(sequence_sharded_norms=False)
-    plan = SimpleNamespace(stages=stages, config=SimpleNamespace(parallelism=axes))
+    config = SimpleNamespace(parallelism=axes)
+    plan = SimpleNamespace(stages=stages, stages_of=lambda rank: (rank,), config=config)
     last, one = Axis(1, (0, 1), group=None), Axis(0, (0,), group=None)
     with other_ranks(2) as two:
         ranks = two if tensor == 2 else one

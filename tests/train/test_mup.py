@@ -8,6 +8,7 @@ import pytest
 import torch
 from fabricated import fabricate
 from fork_server import RanksFailed
+from held_out import evaluate
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, trained
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.data import PackedDataset
-from trainctl.train.evaluation import evaluate, inference
+from trainctl.train.evaluation import inference
 from trainctl.train.export.directory import export
 from trainctl.train.models.loaded import load
 from trainctl.train.models.model import skeleton

@@ -7,7 +7,15 @@ DeepSpeed compiles what it needs for this when it is first used, which takes min
 from pathlib import Path
 
 import pytest
-from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
+from rank_processes import (
+    Case,
+    curve,
+    goes_on_exactly,
+    tiny_config,
+    tiny_plan,
+    train_cases,
+    with_stop,
+)
 
 from trainctl.config.schema import DataType, OffloadDevice, PrecisionConfig
 from trainctl.runs.checkpoints import list_checkpoints
@@ -27,6 +35,7 @@ LOW_MASTERS = PrecisionConfig(master_weights=DataType.bf16)
 def plan(stage, optimizer, parameters="none", nvme=None, *, precision=FP32, ratio=1.0):
     config = tiny_config(steps=STEPS)
     config.precision = precision
+    config.checkpoint.every_steps = HALF
     config.optimizer.lr = 1e-3
     config.schedule.warmup_steps = 2
     config.optimizer.gradient_clipping = 0.5
@@ -36,6 +45,7 @@ def plan(stage, optimizer, parameters="none", nvme=None, *, precision=FP32, rati
     config.offload.parameters = OffloadDevice(parameters)
     if nvme is not None:
         # DeepSpeed swaps nothing below a megabyte.
+        config.training.sequence_length = 32
         config.model.vocab_size, config.model.hidden_size = 1024, 512
         config.model.intermediate_size = 1024
         config.zero_stage.sub_group_size = 1_000_000
@@ -48,14 +58,9 @@ def plan(stage, optimizer, parameters="none", nvme=None, *, precision=FP32, rati
 
 
 def assert_resumes_exactly(folder, plan, probe=""):
-    """Train whole, and in two parts; the run that was not disturbed, and what `probe` returned."""
-    whole, parts = RunPaths(folder / "whole"), RunPaths(folder / "parts")
-    train_cases(2, [Case(plan, whole)], probe=probe)
-    train_cases(2, [Case(with_stop(plan, HALF), parts)], probe=probe)
-    results = train_cases(2, [Case(plan, parts, attempt=2)], probe=probe)
-    assert len(curve(whole)) == STEPS
-    assert curve(parts) == curve(whole)
-    for info in list_checkpoints(parts):
+    """Train whole, and again from half way; the whole run, and what `probe` returned."""
+    whole, again, results = goes_on_exactly(folder, plan, HALF, probe=probe)
+    for info in list_checkpoints(again):
         assert verify(info.path) == []
     return whole, results
 

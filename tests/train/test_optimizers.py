@@ -132,10 +132,11 @@ SAVED, END = 3, 5
 
 @pytest.mark.slow
 def test_every_stage_trains_and_resumes_from_every_other(tmp_path):
-    stays, moves = [(stage, stage) for stage in range(4)], [(0, 1), (1, 2), (2, 3), (3, 0)]
-    kinds = ("adamw", *OWN)
-    # Each kind moves by two of the ways, and each way is gone by half of the kinds.
-    ways = {kind: [*stays, *moves[number % 2 :: 2]] for number, kind in enumerate(kinds)}
+    # From each stage half of the kinds stay, and half move to the next.
+    ways = {
+        kind: [(stage, (stage + (stage + number) % 2) % 4) for stage in range(4)]
+        for number, kind in enumerate(("adamw", *OWN))
+    }
     for kind, curves in _train_and_resume(ways, tmp_path).items():
         for trained in curves.values():
             losses = [loss for loss, _ in trained.values()]

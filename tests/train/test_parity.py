@@ -10,7 +10,10 @@ import pytest
 from parity_cases import (
     CLIPPED_STEPS,
     CLIPPING,
+    DEEP,
+    DOCUMENTS,
     MODULE,
+    ONE_HEAD,
     STEPS,
     Combination,
     Difference,
@@ -20,18 +23,19 @@ from parity_cases import (
     pairs,
     pairwise,
     product,
+    short_documents,
     train,
     train_all,
 )
 
-from trainctl.config.registry import new_section
-
-FEW, IN_BF16 = 4, 15
+FEW, OF_DEEP, IN_BF16 = 4, 6, 15
 """Steps; in bf16 enough of them that rounding errors are measurable as the reference spread."""
-TOKENS, TOKENS_IN_BF16, TOKENS_OF_LARGE_IN_BF16 = 32, 128, 16
+TOKENS, LONG_TOKENS, TOKENS_OF_LARGE_IN_BF16 = 32, 128, 16
 """Tokens of a sample."""
 FROM_MEMORY = {"nvme-optimizer": "cpu", "nvme": "cpu-all"}
 """Offload that computes the same, without a drive."""
+PAIRED = ("none", "cpu", "cpu-all", "nvme")
+"""Offload of the pairs. The other kinds are had once; `scripts/parity.py` has all."""
 
 OWN = tuple(
     Combination(layout, stage, checkpointing=checkpointing, model=MODULE)
@@ -47,6 +51,25 @@ OWN = tuple(
 )
 """Layouts of a module that is not of transformers."""
 
+BESIDE = (
+    Combination("DP2", "3", "ratio-0.5"),
+    Combination("DP2", "3", "nvme-optimizer", "selective", large=True),
+    *(Combination("HSDP4", stage) for stage in "23"),
+    *(Combination("TP4", stage) for stage in "0123"),
+    Combination("TP2", "3", model=ONE_HEAD),
+    Combination("CP4", "2", model=DOCUMENTS),
+    Combination("CP4", "3", checkpointing="selective", model=DOCUMENTS),
+    Combination("SP2xCP2", "1", checkpointing="full", model=DOCUMENTS),
+    Combination("TP2xCP2", "3", model=DOCUMENTS),
+    Combination("PP2V", "0", checkpointing="full", model=f"{DEEP}-llama"),
+    Combination("PP2V", "1", model=f"{DEEP}-{DOCUMENTS}"),
+    Combination("PP2V", "1", model=f"{DEEP}-{MODULE}"),
+    Combination("TP2xPP2V", "1", model=f"{DEEP}-gpt2-untied"),
+)
+"""Other kinds of offload, shard groups, key-value heads that several tensor ranks have, rings of
+attention, DualPipeV.
+"""
+
 MODELS = ("llama", "mistral-untied", "qwen3", "gpt2-untied")
 """Model families with tied and untied embeddings."""
 
@@ -56,9 +79,10 @@ def legal():
     """Return the wanted combinations whose layout the planner allows. Legality does not depend on
     model or precision.
     """
-    layouts = product(precision=["fp32"], model=["llama"])
+    layouts = product(offload=PAIRED, precision=["fp32"], model=["llama"])
     allowed = {places(c) for c in layouts if judge(c).plan is not None}
-    return tuple(c for c in product(model=MODELS) if places(c) in allowed and is_wanted(c))
+    wanted = product(offload=PAIRED, model=MODELS)
+    return tuple(c for c in wanted if places(c) in allowed and is_wanted(c))
 
 
 def is_wanted(combination):
@@ -97,10 +121,10 @@ def rest():
 def size(combination):
     """Steps and tokens."""
     if combination.precision == "fp32":
-        return FEW, TOKENS
+        return OF_DEEP if combination.model.startswith(DEEP) else FEW, TOKENS
     if combination.large:
         return FEW, TOKENS_OF_LARGE_IN_BF16
-    return IN_BF16, TOKENS_IN_BF16
+    return IN_BF16, LONG_TOKENS
 
 
 def held_against(combination):
@@ -140,8 +164,8 @@ def test_all_other_pairs(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_module_of_ones_own(tmp_path):
-    assert_parity(tmp_path, OWN, together=True)
+def test_layouts_beside_the_pairs(tmp_path):
+    assert_parity(tmp_path, (*OWN, *BESIDE), together=True)
 
 
 @pytest.mark.slow
@@ -153,38 +177,36 @@ def test_the_pairs_are_all_pairs():
 
 @pytest.mark.slow
 def test_long_curves_agree_and_learn(tmp_path):
-    reference = train(Combination(), tmp_path)
+    places = (("1", "3"), ("DP2", "2"), ("TP2", "3"), ("PP2", "0"), ("SP2", "1"))
+    others = [Combination(layout, stage) for layout, stage in places]
+    whole = [Combination(), *others]
+    reference, *found = train_all(
+        whole, tmp_path, lambda _: (STEPS, LONG_TOKENS), together=True
+    ).values()
     assert sum(norm > CLIPPING for _, norm in reference.values()) >= CLIPPED_STEPS
     assert reference[STEPS][0] < reference[1][0] - 0.8
-    for layout, stage in (("1", "3"), ("DP2", "2"), ("TP2", "3"), ("PP2", "0"), ("SP2", "1")):
-        other = train(Combination(layout=layout, stage=stage), tmp_path)
-        assert Difference.between(reference, other).within(limit(None)), layout
+    for combination, curve in zip(others, found, strict=True):
+        assert Difference.between(reference, curve).within(limit(None)), combination
 
 
 @pytest.mark.slow
 def test_the_first_step_in_bf16_is_the_same_at_every_stage(tmp_path):
     """DeepSpeed makes a hidden first step at stage 0, which would shift Adam's bias correction."""
     stages = [Combination("DP2", stage, precision="bf16") for stage in "0123"]
-    zero, *others = [
-        train(combination, tmp_path, steps=FEW, tokens=TOKENS) for combination in stages
-    ]
+    zero, *others = train_all(stages, tmp_path, lambda _: (FEW, TOKENS), together=True).values()
     for other in others:
         difference = Difference.between(zero, other)
         assert difference.loss < 2e-3 and difference.norm < 5e-3
 
 
 def test_masked_documents_are_masked_on_every_layout(tmp_path):
-    """Sequence parallelism is left out: the planner refuses it with masked documents."""
-    texts, held_out = tmp_path / "short.jsonl", tmp_path / "held_out.jsonl"
-    for file in (texts, held_out):  # several documents in every sample
-        file.write_text("".join(f'{{"text": "{n} squared: {n * n}"}}\n' for n in range(4000)))
-    data = new_section("data", "files", paths=[str(texts)], held_out_paths=[str(held_out)])
-    masked = replace(data, mask_documents=True)
-    plain = train(Combination(), tmp_path, steps=FEW, tokens=TOKENS, data=data)
-    one, *others = (
-        train(Combination(layout), tmp_path, steps=FEW, tokens=TOKENS, data=masked)
-        for layout in ("1", "DP2", "TP2", "PP2")
-    )
-    assert Difference.between(plain, one).norm > 1e-3
+    layouts = ("1", "DP2", "TP2", "PP2", "SP2", "CP2")
+    plain, one, *others = [Combination(model="llama")] + [
+        Combination(layout, model=DOCUMENTS) for layout in layouts
+    ]
+    data = short_documents()
+    without = train(plain, tmp_path, steps=FEW, tokens=TOKENS, data=data)
+    curves = train_all([one, *others], tmp_path, lambda _: (FEW, TOKENS), together=True)
+    assert Difference.between(without, curves[one]).norm > 1e-3
     for other in others:
-        assert Difference.between(one, other).within(limit(None))
+        assert Difference.between(curves[one], curves[other]).within(limit(None)), other

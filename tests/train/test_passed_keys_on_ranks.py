@@ -8,8 +8,9 @@ import pytest
 from parity_cases import Difference, enlarge
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
+from trainctl.config.codec import flatten
 from trainctl.config.derived import DerivedValue
-from trainctl.plans.deepspeed import flatten, nest_settings
+from trainctl.plans.deepspeed import nest_settings
 from trainctl.rules.passed_keys import PASS_THROUGH_KEYS
 from trainctl.runs.layout import RunPaths
 

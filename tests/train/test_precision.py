@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
+from rank_processes import (
+    Case,
+    curve,
+    goes_on_exactly,
+    tiny_config,
+    tiny_plan,
+    train_cases,
+    with_stop,
+)
 from safetensors import safe_open
 
 from trainctl.config.registry import new_section
@@ -45,18 +53,8 @@ def config(precision, stage, steps=STEPS):
     made.zero_stage.stage = stage
     made.optimizer.lr = 2e-3
     made.schedule.warmup_steps = 2
+    made.checkpoint.every_steps, made.checkpoint.keep = HALF, 4
     return made
-
-
-def assert_resumes_exactly(folder, plan, probe=""):
-    """Train whole, and in two parts; the run that was not disturbed."""
-    whole, parts = RunPaths(folder / "whole"), RunPaths(folder / "parts")
-    train_cases(plan.mesh.world_size, [Case(plan, whole)], probe=probe)
-    train_cases(plan.mesh.world_size, [Case(with_stop(plan, HALF), parts)], probe=probe)
-    train_cases(plan.mesh.world_size, [Case(plan, parts, attempt=2)], probe=probe)
-    assert len(curve(whole)) == plan.total_steps
-    assert curve(parts) == curve(whole)
-    return whole
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,7 @@ def test_a_format_learns_and_resumes_exactly(tmp_path, name, stage):
     precision, _ = FORMATS[name]
     plan = tiny_plan(config(precision, stage), 2)
     assert plan.not_yet == ()
-    run = assert_resumes_exactly(tmp_path, plan)
+    run, _, _ = goes_on_exactly(tmp_path, plan, HALF)
     losses = [loss for loss, _ in curve(run).values()]
     assert losses[-1] < losses[0] - LOWER_BY
     assert saved_types(run) == {MASTERS.get(name, torch.float32)}
@@ -135,7 +133,7 @@ def test_fp16_skips_overflows_on_the_records_and_resumes_with_its_scale(
     skipped steps.
     """
     plan = fp16_plan(stage, initial_scale_power=24, hysteresis=hysteresis)
-    run = assert_resumes_exactly(tmp_path, plan, probe="format_probe:train_in_fp16")
+    run, _, _ = goes_on_exactly(tmp_path, plan, HALF, probe="format_probe:train_in_fp16")
     steps = [event for event in read_events(run.events) if event["event"] == "step"]
     skipped = [event["step"] for event in steps if event.get("skipped")]
     assert skipped == list(range(1, len(skipped) + 1)) and 3 <= len(skipped) <= 9

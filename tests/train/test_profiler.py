@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,18 +14,40 @@ import torch
 from torch.profiler import profile, record_function
 
 from trainctl.config.schema import LoggingConfig
-from trainctl.train.callbacks.profile import Profiler
+from trainctl.train.callbacks.profile import Profile
 
 
-def run(folder: Path, window: list[int], steps: Iterable[int], *, rank: int = 0) -> Profiler:
+class Run:
     """Steps that each do one matrix product under a name of their own."""
-    config = LoggingConfig(profile_steps=window, profile_ranks=[0])
-    made = Profiler(config, rank=rank, folder=folder, device=torch.device("cpu"))
-    with made as profiler:
-        for number in steps:
-            with profiler.step(number), record_function(f"of step {number}"):
-                torch.ones(8, 8) @ torch.ones(8, 8)
-    return made
+
+    def __init__(
+        self, folder: Path, window: list[int], *, rank: int = 0, device: str = "cpu"
+    ) -> None:
+        self.records: list[dict[str, Any]] = []
+        journal: Any = SimpleNamespace(
+            run=SimpleNamespace(root=folder.parent),
+            record=lambda event, **fields: self.records.append(fields),
+        )
+        config = LoggingConfig(profile_steps=window, profile_ranks=[0])
+        self.device = torch.device(device)
+        self._profile = Profile(config, journal, rank=rank, folder=folder, device=self.device)
+
+    def make(self, steps: Iterable[int], failing: int | None = None) -> Run:
+        context: Any = SimpleNamespace(step=0)
+        try:
+            for context.step in steps:
+                self._profile.before_step(context)
+                with record_function(f"of step {context.step}"):
+                    torch.ones(512, 512, device=self.device) @ torch.ones(
+                        512, 512, device=self.device
+                    )
+                if context.step == failing:
+                    raise ValueError(f"step {failing}")
+                self._profile.after_step(context)
+            self._profile.on_train_end(context)
+        finally:
+            self._profile.close()
+        return self
 
 
 def recorded(folder: Path) -> list[int]:
@@ -47,10 +70,11 @@ def recorded(folder: Path) -> list[int]:
 def test_the_steps_of_the_window_are_recorded(
     tmp_path: Path, window: list[int], steps: range, expected: list[int]
 ) -> None:
-    profiler = run(tmp_path / "profile", window, steps)
+    made = Run(tmp_path / "profile", window).make(steps)
     assert recorded(tmp_path / "profile") == expected
     assert "aten::mm" in (tmp_path / "profile/rank-0.txt").read_text()
-    assert profiler.take_written() and not profiler.take_written()
+    found = {"step": window[1], "path": "profile"}
+    assert made.records == ([found] if window[1] in steps else [])
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {
         "rank-0.trace.json.gz",
         "rank-0.txt",
@@ -65,20 +89,15 @@ def test_the_steps_of_the_window_are_recorded(
 def test_nothing_is_written_without_a_recorded_step(
     tmp_path: Path, window: list[int], steps: Iterable[int], rank: int
 ) -> None:
-    assert not run(tmp_path / "profile", window, steps, rank=rank).take_written()
+    assert not Run(tmp_path / "profile", window, rank=rank).make(steps).records
     assert not (tmp_path / "profile").exists()
 
 
 def test_a_step_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    config = LoggingConfig(profile_steps=[1, 3])
     with pytest.raises(ValueError, match="step 2"):
-        with Profiler(config, rank=0, folder=tmp_path / "p", device=torch.device("cpu")) as made:
-            for number in range(1, 4):
-                with made.step(number):
-                    if number == 2:
-                        raise ValueError("step 2")
+        Run(tmp_path / "p", [1, 3]).make(range(1, 4), failing=2)
     assert not (tmp_path / "p").exists()
-    run(tmp_path / "again", [1, 1], [1])  # torch's profiler is free again
+    Run(tmp_path / "again", [1, 1]).make([1])  # torch's profiler is free again
     assert recorded(tmp_path / "again") == [1]
 
 
@@ -90,19 +109,14 @@ def test_a_full_disk_ends_the_profile_and_not_the_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(profile, "export_chrome_trace", export)
-    assert not run(tmp_path / "profile", [1, 1], range(1, 4)).take_written()
+    assert not Run(tmp_path / "profile", [1, 1]).make(range(1, 4)).records
     assert "No space left" in capsys.readouterr().err
     assert list((tmp_path / "profile").iterdir()) == []
 
 
 @pytest.mark.gpu
 def test_the_device_s_operations_are_recorded(tmp_path: Path) -> None:
-    device = torch.device("cuda")
-    config = LoggingConfig(profile_steps=[2, 2])
-    with Profiler(config, rank=0, folder=tmp_path, device=device) as profiler:
-        for number in (1, 2, 3):
-            with profiler.step(number):
-                torch.ones(512, 512, device=device) @ torch.ones(512, 512, device=device)
+    Run(tmp_path, [2, 2], device="cuda").make((1, 2, 3))
     with gzip.open(tmp_path / "rank-0.trace.json.gz") as stream:
         kinds = {event.get("cat") for event in json.load(stream)["traceEvents"]}
     assert "kernel" in kinds

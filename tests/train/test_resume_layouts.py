@@ -21,6 +21,7 @@ from elsewhere import (
 from transformers import AutoModelForCausalLM
 
 from trainctl.runs import checkpoints
+from trainctl.runs.records import read_events
 from trainctl.train.export.directory import export
 
 
@@ -45,9 +46,16 @@ def assert_same_run(runs, journey, tmp_path):
 
 
 @pytest.mark.slow
-def test_from_tensor_shards_to_whole_matrices(tmp_path):
-    journey = (Leg(2, 3, tensor=2), Leg(2, 2))
-    assert_same_run(travel(tmp_path, [journey]), journey, tmp_path)
+def test_from_heads_on_several_ranks_to_shard_groups(tmp_path):
+    """Four tensor ranks have two key-value heads, and then two groups each all shards."""
+    journey = (Leg(4, 2, tensor=4), Leg(4, 3, shard_group=2))
+    runs = travel(tmp_path, [journey])
+    assert_same_run(runs, journey, tmp_path)
+    held_out = [
+        [event["loss"] for event in read_events(run.events) if event["event"] == "evaluation"]
+        for run in (runs[journey], runs[REFERENCE])
+    ]
+    assert held_out[0][-1] == pytest.approx(held_out[1][-1], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -254,6 +254,7 @@ def test_a_document_that_all_bad_batches_have_is_named(tmp_path):
     assert {outcome.error for outcome in outcomes} == {outcomes[0].error}
     assert "all 3 bad batches in a row have parts of one document" in outcomes[0].error
     assert files[0] in outcomes[0].error and "raise stability.max_interventions" in outcomes[0].hint
+    assert f"trainctl data suspects {run.root} --step " in outcomes[0].hint  # a name alone is none
 
 
 def test_it_stops_where_there_is_nothing_to_go_back_to(tmp_path):

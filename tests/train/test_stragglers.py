@@ -1,4 +1,4 @@
-"""A rank that the others wait for is named, with what it loses its time in; nobody else is."""
+"""What slows a run down is named: a rank with what it loses its time in, a link, a disk."""
 
 from __future__ import annotations
 
@@ -9,52 +9,68 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rank_processes import Case, tiny_config, tiny_plan, train_cases
+import straggler_probe
+from rank_processes import Case, tiny_config, tiny_plan, train_cases, with_stop
 
-from trainctl.config.schema import DataType
+from trainctl.plans.types import Batch
 from trainctl.runs.event_descriptions import describe_straggler, still_slow
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import read_events
-from trainctl.train.callbacks.stragglers import WINDOW_STEPS, WINDOWS, Stragglers, slow_ranks
+from trainctl.runs.records import number, read_events
+from trainctl.train.callbacks.stragglers import (
+    WINDOW_STEPS,
+    WINDOWS,
+    Stragglers,
+    slow_disks,
+    slow_ranks,
+)
 
-CASES = {
-    # What is slow and on which rank, ZeRO stage: who is named, and for what.
-    ("data-1", 1): (1, "data"),
-    ("stall-1", 1): (1, "forward"),
-    ("forward-1", 3): (1, "forward"),
-    ("forward-0", 3): (0, "forward"),
-    ("backward-1", 1): (1, "backward"),
-    ("backward-1-partitioned", 3): (1, "backward"),
-    ("sleep-1", 1): (1, "backward"),
-    ("sleep-1-partitioned", 3): (1, "backward"),
-    ("stall-1-partitioned", 3): (1, "forward"),
-    ("stopped-1", 2): (1, "optimizer"),
-    ("forward-all", 3): None,
-    ("backward-all", 1): None,
-}
+PARTS = {"stall": "forward", "sleep": "backward", "stopped": "optimizer", "link": "communication"}
+"""Part that a delay of another name is in."""
+FACTOR = 3.5
+"""Factor from which on something is slow: what else runs on this machine makes steps uneven."""
+
+
+def expected(stage: int) -> list[tuple[int | None, str]]:
+    """Return who is named for what, in turn."""
+    found: list[tuple[int | None, str]] = []
+    for what, who in (case.split("-") for case in straggler_probe.CASES[stage]):
+        if who != "all":
+            found.append((None if what == "link" else int(who), PARTS.get(what, what)))
+    return found
 
 
 @pytest.mark.slow
 def test_real_ranks(tmp_path: Path) -> None:
-    """The fast rank waits for as long as the slow rank works; its wait must not count as work."""
-    cases = []
-    for name, stage in CASES:
-        config = tiny_config(steps=8, evaluation_samples=0)
-        config.precision.compute = DataType.fp32
-        config.zero_stage.stage = stage
+    """Of two ranks the fast one waits for as long as the slow one works: that is no work of its
+    own. A slow loader, optimizer, link and disk are told apart.
+    """
+    cases, run = [], RunPaths(tmp_path / "run")
+    ends = {1: straggler_probe.steps_of(1)}
+    ends[3] = ends[1] + straggler_probe.steps_of(3)
+    for attempt, (stage, end) in enumerate(ends.items(), 1):
+        config = tiny_config(
+            steps=ends[3], evaluation_samples=0, sequence_length=32, zero_stage__stage=stage
+        )
+        config.checkpoint.every_steps = straggler_probe.SAVES_EVERY
         config.checkpoint.at_end = False
-        config.launcher.straggler_factor = 2.5
-        cases.append(Case(tiny_plan(config, 2), RunPaths(tmp_path / name)))
+        config.launcher.straggler_factor = FACTOR
+        plan = with_stop(tiny_plan(config, 2), end)
+        cases.append(Case(plan, run, attempt))
     train_cases(2, cases, probe="straggler_probe:train")
-    found = {}
-    for case in cases:
-        records = [e for e in read_events(case.run.events) if e["event"] == "straggler"]
-        found[case.run.root.name] = [(e["rank"], e["part"]) for e in records]
-        assert still_slow(records, 1) == records
-        for event in records:
-            assert event["slow"] and event["factor"] > 2.5
-            assert event["seconds"] - event["usual_seconds"] > 0.1
-    assert found == {name: [named] if named else [] for (name, _), named in CASES.items()}
+    for attempt, stage in enumerate(ends, 1):
+        records = [
+            event
+            for event in read_events(run.events)
+            if (event["event"], event["attempt"]) == ("straggler", attempt)
+        ]
+        slow = [event for event in records if event["slow"]]
+        named = [(event["rank"], event["part"]) for event in slow]
+        disk = (1, "checkpoint")
+        assert [each for each in named if each != disk] == expected(stage)
+        assert named.count(disk) == 1
+        assert [event["part"] for event in still_slow(records, attempt)] == ["checkpoint"]
+        assert all(number(event["factor"]) > FACTOR for event in slow)
+        assert all(event["seconds"] - event["usual_seconds"] > 0.1 for event in slow)
 
 
 # ------------------------------------------------------------------------------- the comparison
@@ -83,6 +99,15 @@ def test_short_delays_are_not_reported_as_stragglers() -> None:
     assert [slow.rank for slow in slow_ranks(own, stages=1, factor=1.3, step_seconds=0.01)] == [1]
 
 
+def test_a_disk_is_judged_by_bytes_and_not_by_small_files() -> None:
+    sizes = [4_000, 4_000, 2_000, 100]
+    found, rate = slow_disks([2.0, 6.0, 1.0, 50.0], sizes, factor=1.3)
+    assert rate == 0.0005
+    assert [(slow.rank, slow.seconds, slow.usual_seconds) for slow in found] == [(1, 6.0, 2.0)]
+    assert slow_disks([0.2, 0.9], [4_000, 4_000], factor=1.3)[0] == [], "less than a second"
+    assert slow_disks([], [], factor=1.3)[0] == [] == slow_disks([0.0], [0], factor=1.3)[0]
+
+
 # ---------------------------------------------------------------------------- in the course of it
 
 
@@ -96,19 +121,23 @@ def ranks(world_size: int = 2, **changes: Any) -> list[Stragglers]:
     return [
         Stragglers(
             plan,
-            SimpleNamespace(rank=rank, world_size=world_size, gather=lambda _: hosts),  # type: ignore[arg-type]
+            SimpleNamespace(
+                rank=rank, world_size=world_size, gather=lambda _: [(n, (0.0, 0)) for n in hosts]
+            ),  # type: ignore[arg-type]
         )
         for rank in range(world_size)
     ]
 
 
-def steps(made: list[Stragglers], number: int, *own: Mapping[str, float]) -> list[dict[str, Any]]:
+def steps(
+    made: list[Stragglers], number: int, *own: Mapping[str, float], batch: Batch | None = None
+) -> list[dict[str, Any]]:
     """Feed `number` one-second steps with each rank's times, and return the records."""
     records = []
     for _ in range(number):
         for each, seconds in zip(made, own, strict=True):
-            # The wait of the quick rank is in the length of its part, not in what it was busy for.
-            each.add(1.0, {"data": 0.0, "backward": 0.5}, seconds)
+            # The quick rank waits for as long as the slow one works.
+            each.add(1.0, {"data": 0.0, "backward": 0.5}, seconds, 0.5 - seconds["backward"], batch)
         windows = [each.window() for each in made]
         sums = [sum(values) for values in zip(*windows, strict=True)]
         for each in reversed(made):
@@ -119,6 +148,43 @@ def steps(made: list[Stragglers], number: int, *own: Mapping[str, float]) -> lis
 
 
 QUICK, LATE = {"backward": 0.2}, {"backward": 0.5}
+BUSY, WAITING = {"backward": 0.45}, {"backward": 0.05}
+"""Busy seconds of a backward pass of half a second, with short and with long collectives."""
+
+
+def test_slow_collectives_are_nobody_s_and_measured_anew_with_another_batch() -> None:
+    made = ranks()
+    assert steps(made, 5 * WINDOW_STEPS, BUSY, BUSY) == []
+    (named,) = steps(made, WINDOWS * WINDOW_STEPS, WAITING, WAITING)
+    assert (named["rank"], named["part"], named["slow"]) == (None, "communication", True)
+    assert named["seconds"] == pytest.approx(0.45) and named["usual_seconds"] == pytest.approx(0.05)
+    assert describe_straggler(named) == (
+        "the collectives of a step take 0.45 s instead of 0.05 s up to step 7, and no rank alone "
+        "is slow: a link or the network is"
+    )
+    assert still_slow([{"event": "straggler", "attempt": 1, **named}], 1)
+    (over,) = steps(made, WINDOWS * WINDOW_STEPS, BUSY, BUSY)
+    assert describe_straggler(over) == "communication of all ranks is as fast as before by step 7"
+    batch = tiny_plan(tiny_config(steps=8), 2).batch
+    assert steps(made, 5 * WINDOW_STEPS, WAITING, WAITING, batch=batch) == []
+
+
+def test_a_disk_is_named_after_two_checkpoints_read_or_written() -> None:
+    (first, other) = ranks()
+    fast, slow = (2.0, 4_000), (6.0, 4_000)
+    assert first.judge_disk([fast, slow], 1, reading=True) == []
+    (named,) = first.judge_disk([fast, slow], 5)
+    assert (named["rank"], named["host"], named["part"]) == (1, "n1", "checkpoint")
+    assert "rank 1 (node 1, n1) takes 3.00 times as long as its peers for its files" in (
+        describe_straggler(named)
+    )
+    assert first.judge_disk([slow, slow], 6) == [], "all are slow for the first time"
+    every, over = sorted(first.judge_disk([slow, slow], 7), key=lambda each: each["slow"])[::-1]
+    assert (every["rank"], over["rank"], over["slow"]) == (None, 1, False)
+    assert "all ranks take 6 s for their files of a checkpoint instead of 2 s" in (
+        describe_straggler(every)
+    )
+    assert other.judge_disk([fast, slow], 5) == [] == first.judge_disk([], 8)
 
 
 def test_named_once_and_once_more_when_it_has_caught_up() -> None:
@@ -149,5 +215,5 @@ def test_switched_off_or_alone_nothing_is_exchanged() -> None:
     for made in (ranks(straggler_factor=None), ranks(1)):
         for _ in range(WINDOW_STEPS):
             for each in made:
-                each.add(1.0, {}, {})
+                each.add(1.0, {}, {}, 0.0, None)
         assert all(each.window() == [] for each in made)

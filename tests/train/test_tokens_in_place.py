@@ -163,12 +163,12 @@ def test_what_changes_is_noticed_and_a_copy_is_the_same(tmp_path):
     corpus = build_corpus(section(file), ByteTokenizer())
     copy = shutil.copytree(tmp_path / "corpus", tmp_path / "copy")
     again = build_corpus(section(copy), ByteTokenizer())
-    assert again.continues(corpus) and again.folder != corpus.folder and not corpus.problem()
+    assert again.digest == corpus.digest and again.folder != corpus.folder and not corpus.problem()
     raw = bytearray(file.read_bytes())
     raw[0] ^= 1
     file.write_bytes(raw)
     assert "m.bin has other ids" in corpus.problem()
-    assert not build_corpus(section(file), ByteTokenizer()).continues(corpus)
+    assert build_corpus(section(file), ByteTokenizer()).digest != corpus.digest
     file.write_bytes(raw[:-2])
     assert "bytes, not" in corpus.problem()
     with pytest.raises(TrainctlError, match=r"m\.bin has .* bytes, not .*, since this run read it"):

@@ -17,6 +17,7 @@ from trainctl.config.schema import (
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware import Hardware
 from trainctl.memory.budget import device_budget
+from trainctl.plans.types import Mesh
 from trainctl.tuning.assess import Assessment, assess
 from trainctl.tuning.search import MOST_BUDGETS, FoundPlan, search
 from trainctl.tuning.space import MOST_ROUNDED, RESOLUTION, Space
@@ -178,6 +179,22 @@ def test_an_engine_without_deepspeeds_json_is_not_told_to_overlap() -> None:
     assert not any("zero_stage.overlap_comm" in candidate.values for candidate in found)
 
 
+@pytest.mark.parametrize(
+    "engine, key, node", [("fsdp2", "shard_group_size", 8), ("deepspeed", "hpz_partition_size", 8)]
+)
+def test_groups_of_nodes_are_for_slow_networks(engine: str, key: str, node: int) -> None:
+    values = LLAMA_7B | {"engine.kind": engine, "zero_stage.stage": 3}
+    fixed = frozenset({"zero_stage.stage", "parallelism", "offload"})
+
+    def chosen(nodes: int, network: float) -> Any:
+        hardware = hardware_of("h100-80g", nodes, 8, network_gb_per_second=network)
+        (found,) = search(config_of(values), hardware, fixed=fixed, top=1).found
+        return found.values.get(f"zero_stage.{key}", "not tried")
+
+    assert chosen(1, 50.0) == "not tried"
+    assert chosen(4, 2.0) == node
+
+
 def test_arithmetic_leaves_out_no_layout_that_fits() -> None:
     config = config_of(LLAMA_7B | {"training.global_batch_size": 8})
     hardware = hardware_of("a100-40g", 1, 4)
@@ -187,7 +204,8 @@ def test_arithmetic_leaves_out_no_layout_that_fits() -> None:
     }
     fitting = 0
     none, cpu = OffloadDevice.none, OffloadDevice.cpu
-    for tensor, pipeline, sequence in product((1, 2, 3, 4), repeat=3):
+    sizes = (1, 2, 3, 4)  # the sequence is too short for context ranks
+    for tensor, pipeline, sequence in product(sizes, repeat=3):
         for stage, (optimizer, parameters) in product(
             range(4), ((none, none), (cpu, none), (cpu, cpu))
         ):
@@ -203,9 +221,24 @@ def test_arithmetic_leaves_out_no_layout_that_fits() -> None:
             }
             if assess(with_values(config, values), hardware).fits:
                 fitting += 1
-                layout = (tensor, pipeline, sequence, stage, optimizer is cpu, parameters is cpu)
+                data = hardware.world_size // (tensor * pipeline * sequence)
+                mesh = Mesh(data=data, tensor=tensor, pipeline=pipeline, sequence=sequence)
+                layout = (mesh, stage, optimizer is cpu, parameters is cpu)
                 assert layout in kept
     assert fitting > 20
+
+
+def test_axes_that_a_model_is_refused_are_not_tried() -> None:
+    window = {"model.family": "mistral", "model.sliding_window": 1024}
+
+    def sizes(values: dict[str, Any]) -> tuple[set[int], set[int]]:
+        config = config_of(LLAMA_7B | {"training.sequence_length": 65_536} | values)
+        meshes = list(Space(config, hardware_of("h100-80g", 1, 8), frozenset())._meshes())
+        return {mesh.sequence for mesh in meshes}, {mesh.context for mesh in meshes}
+
+    assert sizes({}) == ({1, 2, 4, 8}, {1, 2, 4, 8})
+    assert sizes(window) == ({1}, {1})
+    assert sizes(window | {"model.attention": "flash_attention_2"}) == ({1, 2, 4, 8}, {1})
 
 
 def test_more_devices_and_more_memory_never_make_it_slower() -> None:

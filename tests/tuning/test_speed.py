@@ -1,23 +1,31 @@
 """The step-time model against published throughputs, and in its directions.
 
-Constants of the model were fitted to the rows marked `fit`; how close it is, is said of the others.
+Its accuracy is that of the rows kept back: no constant was ever fitted to them.
 """
 
 from __future__ import annotations
 
+import runpy
 from itertools import combinations
 from statistics import median
 from typing import Any
 
 import pytest
-from throughput_rows import Row, hardware_of, plan_of, rows
+from throughput_rows import ROOT, Row, hardware_of, plan_of, rows
 
 from trainctl.config.schema import RunConfig
-from trainctl.tuning.compute import COLLECTIVE_LATENCY, LINK_SHARE, device_rates
+from trainctl.tuning.rates import (
+    BACKWARD_HOOK,
+    COLLECTIVE_LATENCY,
+    FORWARD_HOOK,
+    LINK_SHARE,
+    device_rates,
+)
 from trainctl.tuning.speed import StepTime, step_time
 
-OTHERS = [row for row in rows() if not row.is_for_fit]
-FITTED = [row for row in rows() if row.is_for_fit]
+DENSE = [row for row in rows() if not row.has_experts and not row.is_of_run]
+KEPT = [row for row in DENSE if row.is_kept]
+FITTED = [row for row in DENSE if row.was_fitted]
 
 FAR_OFF = {
     # Ranks that updated on the host far slower than DeepSpeed on eight H200 did.
@@ -30,6 +38,11 @@ FAR_OFF = {
     "a800-7b-z3-ckpt-mbs8-g128": -0.29,
     # Attention alone; its rate there is above the one measured at 8k that the row is given.
     "ds-8b-z3-offload-b200-192g-262144": 0.28,
+    # A device whose memory was full: its source leaves the row out too.
+    "kempner-weak-70b-8": -0.37,
+    # Three quarters of the peak with recomputation, above the best product measured on an H100.
+    "kempner-7b-1": 0.29,
+    "kempner-175b-360": 0.29,
 }
 """Rows that the model misses by more than a quarter, and by how much at most."""
 
@@ -41,12 +54,12 @@ def per_token(row: Row, seconds: float) -> float:
 
 def tables() -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
-    for row in rows():
+    for row in DENSE:
         found.setdefault(row.table, []).append(row)
     return {name: members for name, members in found.items() if len(members) > 1}
 
 
-@pytest.mark.parametrize("row", OTHERS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
 def test_a_measurement_is_met_within_a_quarter(row: Row) -> None:
     limit = FAR_OFF.get(row.name)
     if limit is None:
@@ -56,12 +69,66 @@ def test_a_measurement_is_met_within_a_quarter(row: Row) -> None:
         assert row.error * limit > 0
 
 
-def test_half_are_met_within_a_tenth() -> None:
-    errors = sorted(abs(row.error) for row in OTHERS)
-    assert len(errors) >= 90
+def test_half_of_those_kept_back_are_met_within_a_tenth() -> None:
+    errors = sorted(abs(row.error) for row in KEPT)
+    assert len(errors) >= 80
+    assert len({row.table.split()[0] for row in KEPT}) >= 8
     assert median(errors) <= 0.10
-    assert errors[int(0.9 * len(errors))] <= 0.25
+    assert errors[int(0.85 * len(errors))] <= 0.25
     assert median(abs(row.error) for row in FITTED) <= 0.07
+
+
+def test_rows_are_kept_back_by_their_table_and_never_fitted_to() -> None:
+    sides: dict[str, set[bool]] = {}
+    for row in rows():
+        assert not (row.is_kept and row.was_fitted)
+        if not row.was_fitted:
+            sides.setdefault(row.table, set()).add(row.is_kept)
+    assert all(len(kept) == 1 for kept in sides.values())
+
+
+def test_models_with_experts_are_met_within_what_the_exchange_costs() -> None:
+    """Published trainers hide a part of the exchange, which trainctl does not."""
+    sparse = [row for row in rows() if row.has_experts]
+    assert len(sparse) >= 18
+    far = [row for row in sparse if row.plan.mesh.expert > 8 and row.plan.hardware.nodes > 8]
+    assert len(far) >= 4
+    for row in far:  # from 64 ranks on eight machines
+        assert row.error > 0.5
+        assert -0.35 < row.error_with_hidden_exchange < 0.05
+    assert all(-0.7 < row.error < 0.6 for row in sparse if row not in far)
+    names = {row.name: row.error for row in sparse}
+    assert abs(names["mcore-mixtral-8x7b-64"]) < 0.25
+    assert abs(names["olmoe-128"]) < 0.30
+
+
+def test_the_documentation_has_the_tables_of_accuracy() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "benchmarks" / "speed_accuracy.py"))
+    page = (ROOT / "docs" / "planning.md").read_text()
+    for table in ("dense_lines", "expert_lines", "run_lines"):
+        for line in script[table]():
+            assert line in page
+
+
+def test_zero_3_waits_for_its_hooks_on_the_host() -> None:
+    small = {
+        "model__hidden_size": 256,
+        "model__intermediate_size": 512,
+        "training__sequence_length": 256,
+        "training__gradient_accumulation_steps": 1,
+        "devices": 1,
+    }
+    first, third = (time_of(zero_stage__stage=stage, **small).compute for stage in (1, 3))
+    # Seven products and two norms in each of 32 blocks, whose kernels start in between.
+    assert third - first == pytest.approx(32 * 9 * (FORWARD_HOOK + BACKWARD_HOOK), rel=0.01)
+    fsdp = time_of(zero_stage__stage=3, engine__kind="fsdp2", **small).compute
+    assert fsdp == pytest.approx(first)
+    large = {"devices": 1, "training__gradient_accumulation_steps": 1}
+    assert time_of(zero_stage__stage=3, **large).compute == time_of(**large).compute
+    # What `selective` keeps is chosen in Python, operation by operation, forward and again.
+    kept = time_of(activation_checkpointing__mode="selective", **small)
+    assert kept.compute > 1.5 * first
+    assert kept.recompute >= kept.compute / 4
 
 
 def test_measurements_of_a_table_come_in_the_right_order() -> None:
@@ -149,12 +216,56 @@ def test_links_between_machines_are_slower() -> None:
     assert far.reduce > 3 * near.reduce
 
 
+def test_a_ring_is_hidden_by_long_chunks_and_goes_between_machines() -> None:
+    """Ulysses exchanges inside a machine, and rings between machines, are faster than either
+    alone."""
+
+    def share(length: int, **axes: int) -> tuple[float, StepTime]:
+        changes = {f"parallelism__{axis}": size for axis, size in axes.items()}
+        changes |= {"model__num_key_value_heads": 8, "training__sequence_length": length}
+        time = time_of(8, **changes)
+        return time.seconds, time
+
+    _, short = share(32_768, sequence=8, context=8)
+    _, long = share(524_288, sequence=8, context=8)
+    assert short.context / short.seconds > 5 * long.context / long.seconds > 0
+    both, _ = share(131_072, sequence=8, context=4)
+    assert both < share(131_072, sequence=32)[0] < share(131_072, context=32)[0]
+    assert "context" not in share(131_072, sequence=8)[1].parts
+
+
 def test_each_stage_communicates_what_it_has_to() -> None:
     first, second, third = (time_of(nodes=2, zero_stage__stage=stage) for stage in (1, 2, 3))
     assert second.reduce > 4 * first.reduce  # in each micro batch, not once in a step
     assert first.gather == second.gather == 0 < third.gather
     hidden = time_of(nodes=2, zero_stage__stage=2, zero_stage__overlap_comm=True)
     assert hidden.reduce < second.reduce
+
+
+def reduced_by_shard_groups(micro_batches: int, **changes: Any) -> float:
+    groups = {"engine__kind": "fsdp2", "zero_stage__stage": 3, "zero_stage__shard_group_size": 2}
+    groups["training__gradient_accumulation_steps"] = micro_batches
+    return time_of(nodes=8, devices=2, **(groups | changes)).reduce
+
+
+AWAY = {"offload__optimizer": "cpu", "offload__parameters": "cpu"}
+
+
+def test_offloaded_shard_groups_sum_their_gradients_in_each_micro_batch() -> None:
+    reduce = reduced_by_shard_groups
+    assert reduce(4, **AWAY) == pytest.approx(4 * reduce(1, **AWAY))
+    assert reduce(4) < 2 * reduce(1)
+
+
+@pytest.mark.parametrize("changes", [{}, AWAY, {"zero_stage__shard_group_size": 16}])
+def test_gradients_are_reduced_once_a_step_where_the_engine_is_told_so(
+    changes: dict[str, Any],
+) -> None:
+    once = changes | {"engine__reduce_every_micro_batch": False}
+    first = reduced_by_shard_groups(1, **changes)
+    assert first > 0
+    assert reduced_by_shard_groups(4, **once) == pytest.approx(first)
+    assert reduced_by_shard_groups(4, **changes) > 1.1 * first
 
 
 def test_tensor_ranks_exchange_what_an_update_of_whole_matrices_needs() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,7 +29,6 @@ Overrides = Annotated[
     typer.Argument(
         metavar="OVERRIDES",
         help="Configuration: recipe=NAME, GROUP=OPTION, KEY=VALUE.",
-        show_default=False,
         autocompletion=complete_overrides,
     ),
 ]
@@ -39,7 +37,6 @@ TargetAndOverrides = Annotated[
     typer.Argument(
         metavar="[RECIPE|RUN] OVERRIDES",
         help="A recipe or a run directory, then GROUP=OPTION, KEY=VALUE.",
-        show_default=False,
         autocompletion=complete_target,
     ),
 ]
@@ -50,7 +47,6 @@ AttemptOption = Annotated[
         metavar="N",
         min=1,
         help="Attempt of a run whose configuration to use; default: the newest that trained.",
-        show_default=False,
     ),
 ]
 ConfigDir = Annotated[
@@ -59,7 +55,6 @@ ConfigDir = Annotated[
         "--config-dir",
         metavar="DIR",
         help="Folder with your own conf/ and recipes/; the current folder is always searched.",
-        show_default=False,
         callback=register_config_dir,
     ),
 ]
@@ -79,7 +74,6 @@ Plot = Annotated[
     typer.Option(
         metavar="FILE",
         help="Also draw a chart into this .png, .svg or .html file.",
-        show_default=False,
         callback=check_chart_file,
     ),
 ]
@@ -104,17 +98,12 @@ Detach = Annotated[
 ]
 
 Run = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[RUN]", help="Run directory; default: the newest run.", show_default=False
-    ),
+    Path | None, typer.Argument(metavar="[RUN]", help="Run directory; default: the newest run.")
 ]
 RunOrUrl = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RUN|URL]",
-        help="Run directory, or URL of its mirror; default: the newest run.",
-        show_default=False,
+        metavar="[RUN|URL]", help="Run directory, or URL of its mirror; default: the newest run."
     ),
 ]
 NamedRunOrUrl = Annotated[
@@ -122,23 +111,13 @@ NamedRunOrUrl = Annotated[
 ]
 NamedRun = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 Step = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Checkpoint after N steps; default: the newest.", show_default=False
-    ),
+    int | None, typer.Option(metavar="N", help="Checkpoint after N steps; default: the newest.")
 ]
 Best = Annotated[bool, typer.Option("--best", help="Checkpoint with the lowest held-out loss.")]
 
 
-class Weights(StrEnum):
-    """Weights of a checkpoint to use: the trained ones, or their moving average."""
-
-    raw = "raw"
-    ema = "ema"
-
-
 WhichWeights = Annotated[
-    Weights,
+    Literal["raw", "ema"],
     typer.Option(
         "--weights",
         help="raw: the trained weights; ema: their moving average (training.ema_decay).",
@@ -146,21 +125,13 @@ WhichWeights = Annotated[
 ]
 
 
-class OfflineDevice(StrEnum):
-    """Device of a model outside training."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 OnDevice = Annotated[
-    OfflineDevice,
+    Literal["auto", "cpu", "cuda"],
     typer.Option("--device", help="auto: an accelerator with enough free memory, else the CPU."),
 ]
 
 
-def open_run_or_newest(path: Path | None) -> api.Run:
+def open_run_or_newest(path: str | Path | None) -> api.Run:
     """Return the named run, or the one that was made last."""
     return api.Run.newest() if path is None else api.Run(path)
 

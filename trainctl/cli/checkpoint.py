@@ -55,11 +55,7 @@ def verify(
     run: RunOrUrl = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Step of the checkpoint; default: all checkpoints.",
-            show_default=False,
-        ),
+        typer.Option(metavar="N", help="Step of the checkpoint; default: all checkpoints."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -119,10 +115,7 @@ def import_(
     format: Annotated[
         str | None,
         typer.Option(
-            "--from",
-            metavar="FORMAT",
-            help="Format of the checkpoint; default: detected.",
-            show_default=False,
+            "--from", metavar="FORMAT", help="Format of the checkpoint; default: detected."
         ),
     ] = None,
     config_dir: ConfigDir = None,

@@ -31,6 +31,11 @@ COMMANDS = {
         "prove:prove",
         "Replay steps of a run with a change, and name the first tensor that differs.",
     ),
+    "trial": (
+        TRAIN,
+        "trial:trial",
+        "Compute a step of a run again on other devices, and name a device that differs.",
+    ),
     "sweep": (
         TRAIN,
         "sweep:sweep",

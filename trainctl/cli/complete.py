@@ -42,7 +42,7 @@ def complete_target(ctx: typer.Context, incomplete: str) -> Suggestions:
     found = complete_overrides(incomplete, ctx)
     if any(ctx.params.get(name) for name in ("target", "run", "overrides")):
         return found
-    recipes = _suggest_recipes(_search_folders(ctx))
+    recipes = recipe_names(_search_folders(ctx))
     targets = [
         *((name, "a recipe") for name in recipes),
         *((run, "a run") for run in _suggest_runs()),
@@ -88,7 +88,7 @@ def _rejoin_words(words: list[str]) -> list[str]:
 
 def _suggest_overrides(incomplete: str, folders: list[Folder]) -> Iterator[tuple[str, str]]:
     """Yield overrides to choose from; options only of the group that is being typed."""
-    yield from ((f"recipe={name}", "a recipe") for name in _suggest_recipes(folders))
+    yield from ((f"recipe={name}", "a recipe") for name in recipe_names(folders))
     for group in GROUPS:
         if f"{group}=".startswith(incomplete) or incomplete.startswith(f"{group}="):
             counted = _hardware_count_prefix(incomplete) if group == "hardware" else ""
@@ -132,10 +132,6 @@ def _search_folders(ctx: typer.Context | None) -> list[Folder]:
     with suppress(TrainctlError):
         return search_folders(ctx.params.get("config_dir") if ctx is not None else None)
     return search_folders()
-
-
-def _suggest_recipes(folders: list[Folder]) -> list[str]:
-    return recipe_names(folders)
 
 
 def _suggest_runs() -> list[str]:

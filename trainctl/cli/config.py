@@ -11,13 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import (
-    AttemptOption,
-    ConfigDir,
-    Json,
-    Overrides,
-    TargetAndOverrides,
-)
+from trainctl.cli.arguments import AttemptOption, ConfigDir, Json, Overrides, TargetAndOverrides
 from trainctl.cli.complete import complete_key
 from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
 from trainctl.config.codec import to_plain
@@ -205,12 +199,7 @@ def diff(
     right: Annotated[str, typer.Argument(metavar="B", help=SIDE)],
     attempt: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="With a run directory as A: attempt to compare.",
-            show_default=False,
-        ),
+        typer.Option(metavar="N", min=1, help="With a run directory as A: attempt to compare."),
     ] = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
@@ -247,7 +236,6 @@ def schema(
         typer.Argument(
             metavar="[GROUP]",
             help="Config group whose options (conf/GROUP) the schema describes; default: recipes.",
-            show_default=False,
         ),
     ] = None,
     deepspeed: Annotated[

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -19,6 +19,9 @@ from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.rules.handbook import hint_line
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
     from rich.console import Console
 
 PIPE_WIDTH = 100
@@ -185,6 +188,14 @@ def print_table(
     console.print(table)
 
 
+def write_chart(draw: Callable[[], Figure], path: Path, *, title: str) -> None:
+    """Draw a chart into a file, and say so."""
+    from trainctl.monitor.report.figure import save_chart
+
+    save_chart(draw, path, title=title)
+    print_message(f"wrote {path}", style="good")
+
+
 def size_text(size: float) -> str:
     """Format bytes with three digits, such as ``9.68 MiB``."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -198,7 +209,7 @@ def escape_control_characters(text: str) -> str:
 
     Line feeds and tabs stay.
 
-    >>> visible("a\x1b[2Jb")
+    >>> escape_control_characters("a\x1b[2Jb")
     'a\\x1b[2Jb'
     """
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)

@@ -19,6 +19,7 @@ from trainctl.cli.console import (
     show_findings,
     to_printable,
 )
+from trainctl.cli.trial import suspects
 from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
@@ -49,7 +50,7 @@ app.command()(data_plan.plan)
 @app.command()
 def find(
     run: NamedRun,
-    text: Annotated[str, typer.Argument(metavar="TEXT", show_default=False)],
+    text: Annotated[str, typer.Argument(metavar="TEXT")],
     ignore_case: Annotated[bool, typer.Option("--ignore-case", "-i", help="Ignore case.")] = False,
     most: Annotated[
         int, typer.Option(min=0, help="Maximum number of documents; 0 shows all.")
@@ -104,6 +105,7 @@ def _seen_text(found: Match) -> str:
 
 
 app.command()(data_plan.stats)
+app.command()(suspects)
 
 
 @app.command()
@@ -112,19 +114,12 @@ def show(
     samples: Annotated[
         str | None,
         typer.Option(
-            metavar="LIST",
-            help="Sample numbers from 0, as in a run's records, such as 12,40-44.",
-            show_default=False,
+            metavar="LIST", help="Sample numbers from 0, as in a run's records, such as 12,40-44."
         ),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Show the samples of this optimizer step instead.",
-            show_default=False,
-        ),
+        typer.Option(metavar="N", min=1, help="Show the samples of this optimizer step instead."),
     ] = None,
     dropped: Annotated[
         bool, typer.Option("--dropped", help="Show documents that are not trained on, and why.")
@@ -232,10 +227,7 @@ def _show_learnt(stretches: Sequence[ChatStretch]) -> None:
 
 
 def _source_text(passage: Passage) -> str:
-    tokens = f"tokens {passage.start:,} to {passage.end:,}"
-    if passage.document is None:
-        return f"{tokens} of a text whose documents nothing separates"
-    where = f"document {passage.document:,}, {tokens}"
+    where = f"document {passage.document:,}, tokens {passage.start:,} to {passage.end:,}"
     if passage.file is None:
         return where
     line = "" if passage.line is None else f":{passage.line}"

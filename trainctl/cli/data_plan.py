@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,14 +21,23 @@ from trainctl.cli.console import (
     print_table,
     rich_console,
     show_findings,
+    write_chart,
 )
+from trainctl.config.keys import COUNT, SUFFIXES
 from trainctl.config.overrides import split_target
+from trainctl.config.quantities import count_text, disk_text
+from trainctl.config.schema import Dedup
 from trainctl.data.source_lengths import data_plan_of
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target, name_sources
 from trainctl.monitor.report.charts import corpus_chart, mixture_chart
+from trainctl.options.data import spec_of
+from trainctl.plans.mixture import sources_of
+from trainctl.plans.preparation import PreparationCost, preparation_cost
+from trainctl.readers.quality import filters_of, has_quality_rules, threshold_of
 
 if TYPE_CHECKING:
+    from trainctl.config.schema import RunConfig
     from trainctl.data.mixture import DataPlan, SourceLength, SourceUse, StageUse
     from trainctl.data.statistics import SourceStatistics
 
@@ -39,14 +50,37 @@ COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red")
 
 def plan(
     target: TargetAndOverrides = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Print instead what preparing this many tokens costs, such as 10T or 300B.",
+        ),
+    ] = None,
+    cores: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Cores that --scale spreads the tasks over; default: 1,000."
+        ),
+    ] = None,
     plot: Plot = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
     """Print what a run will see of each source in each stage: tokens, share, epochs, what is left.
 
-    Examples: trainctl data plan recipe=tiny; trainctl data plan runs/NAME training.steps=2000
+    With --scale, the hours, traffic, disk and memory of each step of a preparation of that size,
+    with the configuration's filters and deduplication.
+
+    Examples: trainctl data plan recipe=tiny; trainctl data plan runs/NAME training.steps=2000;
+    trainctl data plan --scale 10T --cores 2000 data.dedup=minhash
     """
+    _check_flags(scale, cores, plot)
+    if scale is not None:
+        name, overrides = split_target(target)
+        config = compose_target(name, overrides, config_dir).config
+        _show_cost(_cost_of(config, scale, cores or 1000), as_json=as_json)
+        return
     planned = api.plan(*(target or ()), config_dir=config_dir).details
     made = planned.plan
     found, findings = data_plan_of(made)
@@ -57,11 +91,8 @@ def plan(
     problems = name_sources(planned.composed, found.problems)
     errors = [problem for problem in problems if problem.is_error]
     if plot is not None and found.stages:
-        from trainctl.monitor.report.figure import save_chart
-
         title = f"Data of {made.config.recipe or made.config.model.name}"
-        save_chart(lambda: mixture_chart(found, title), plot, title=title)
-        print_message(f"wrote {plot}", style="good")
+        write_chart(lambda: mixture_chart(found, title), plot, title=title)
     if as_json:
         print_json(_plan_json(found, problems))
     else:
@@ -70,6 +101,88 @@ def plan(
         show_findings(problems)
     if errors:
         raise typer.Exit(errors[0].exit_code)
+
+
+def _check_flags(scale: str | None, cores: int | None, plot: Path | None) -> None:
+    if scale is None and cores is not None:
+        raise TrainctlError(
+            "--cores is not used without --scale", hint="--scale 10T, or leave --cores out"
+        )
+    if scale is not None and plot is not None:
+        raise TrainctlError("--plot is not used with --scale", hint="leave one of them out")
+
+
+def _cost_of(config: RunConfig, scale: str, cores: int) -> PreparationCost:
+    """Return the cost of preparing `scale` tokens with the settings of a configuration.
+
+    Raises:
+        TrainctlError: `scale` is no number of tokens, or the configuration tokenizes nothing.
+    """
+    match = COUNT.fullmatch(scale)
+    tokens = float(match[1]) * SUFFIXES[match[2].upper()] if match else 0
+    if not match and re.fullmatch(r"[0-9]{1,18}", scale):
+        tokens = int(scale)
+    if not 1 <= tokens < 1e18:
+        raise TrainctlError(
+            f"--scale {scale} is no number of tokens", hint="--scale 10T, 300B or 5000000"
+        )
+    data, sections = config.data, sources_of(config.data).values()
+    if all(spec_of(each).is_tokenized or spec_of(each).is_prepared for each in sections):
+        raise TrainctlError(
+            f"--scale {scale} costs nothing: the tokens are there", hint="leave --scale out"
+        )
+    bands = int(has_quality_rules(data))  # identical texts are always looked for
+    if data.dedup is Dedup.minhash:
+        from trainctl.data.quality.measurement import Bands
+
+        bands = Bands.for_threshold(threshold_of(data) or 0.0).count
+    cost = preparation_cost(
+        round(tokens),
+        cores=cores,
+        sort_bytes=data.sort_bytes,
+        vocab_size=config.model.vocab_size,
+        has_filters=any(map(filters_of, sections)),
+        bands=bands,
+    )
+    uncounted = ["data.dedup=substring"] if data.dedup is Dedup.substring else []
+    uncounted += ["data.decontaminate"] if data.decontaminate else []
+    if not uncounted:
+        return cost
+    more = f"not counted, for lack of a rate: {' and '.join(uncounted)}"
+    return replace(cost, limits=(*cost.limits, more))
+
+
+def _size_text(size: float) -> str:
+    return f"{size / 1e12:,.2f} TB" if size >= 1e12 else disk_text(size)
+
+
+COST = ("step", "core hours", "hours", "traffic", "disk", "memory", "grows by")
+
+
+def _show_cost(cost: PreparationCost, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"schema": 1, **asdict(cost), "hours": cost.hours})
+        return
+    print_data(
+        f"{count_text(cost.tokens)} tokens, {_size_text(cost.text_bytes)} of text, "
+        f"{count_text(cost.documents)} documents, on {cost.cores:,} cores: {cost.hours:,.1f} h"
+    )
+    rows = [
+        (
+            step.name,
+            f"{step.core_hours:,.1f}",
+            f"{step.hours:,.2f}",
+            _size_text(step.traffic),
+            _size_text(step.disk) if step.disk else "-",
+            _size_text(step.memory),
+            step.constant,
+        )
+        for step in cost.steps
+    ]
+    print_table(COST, rows, right=range(1, 6), wraps=False)
+    for limit in cost.limits:
+        print_data(limit)
+    print_data(f"extrapolated from rates of {cost.measured}")
 
 
 def _plan_json(found: DataPlan, problems: Sequence[Any]) -> dict[str, Any]:
@@ -98,12 +211,7 @@ def _plan_json(found: DataPlan, problems: Sequence[Any]) -> dict[str, Any]:
 
 
 def _use_json(use: SourceUse) -> dict[str, Any]:
-    return {
-        "tokens": use.tokens,
-        "samples": use.samples,
-        "share": use.share,
-        "epochs": use.epochs,
-    }
+    return {"tokens": use.tokens, "samples": use.samples, "share": use.share, "epochs": use.epochs}
 
 
 def _print_plan(found: DataPlan) -> None:
@@ -192,11 +300,8 @@ def stats(
             config, lambda done, total: meter("looking through the tokens", done, total)
         )
     if plot is not None:
-        from trainctl.monitor.report.figure import save_chart
-
         title = f"Text of {config.recipe or config.model.name}"
-        save_chart(lambda: corpus_chart(found, title), plot, title=title)
-        print_message(f"wrote {plot}", style="good")
+        write_chart(lambda: corpus_chart(found, title), plot, title=title)
     if as_json:
         print_json({"schema": 1, "sources": {name: asdict(each) for name, each in found.items()}})
         return

@@ -11,6 +11,8 @@ from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides
 from trainctl.cli.console import print_data, print_json, show_findings, to_printable
 from trainctl.cli.record_lines import bad_text_lines
 from trainctl.config.overrides import split_target
+from trainctl.config.quantities import memory_text
+from trainctl.config.schema import Dedup
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target
 from trainctl.launchers.text_preparation import (
@@ -28,10 +30,7 @@ if TYPE_CHECKING:
 CopyTo = Annotated[
     str | None,
     typer.Option(
-        "--to",
-        metavar="URL",
-        help="URL or folder to also write the corpus to, for data=stream.",
-        show_default=False,
+        "--to", metavar="URL", help="URL or folder to also write the corpus to, for data=stream."
     ),
 ]
 
@@ -43,8 +42,8 @@ def prepare(
         typer.Option(
             metavar="N",
             min=1,
-            help="Number of processes; default: one for each core.",
-            show_default=False,
+            help="Number of processes; default: one for each core. Of data.executor=ray tasks at a "
+            "time, of slurm tasks of an array.",
         ),
     ] = None,
     task: Annotated[
@@ -53,7 +52,6 @@ def prepare(
             metavar="I/N",
             help="Prepare only part I of N, for jobs of an array: "
             "--task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT.",
-            show_default=False,
         ),
     ] = None,
     to: CopyTo = None,
@@ -116,6 +114,11 @@ def _print_prepared(config: RunConfig, prepared: PreparedText) -> None:
         print_data(f"written to {place}: data=stream data.url={place}")
     for each in prepared.dropped:
         print_dropped(each)
+    if config.data.dedup is not Dedup.none:
+        sort = f"each task sorts in {memory_text(config.data.sort_bytes)} (data.sort_bytes)"
+        print_data(f"by {prepared.executor}; {sort}")
+    elif documents:
+        print_data(f"by {prepared.executor}")
 
 
 def _prepared_json(config: RunConfig, prepared: PreparedText) -> dict[str, Any]:
@@ -130,6 +133,7 @@ def _prepared_json(config: RunConfig, prepared: PreparedText) -> dict[str, Any]:
         "schema": 1,
         **sources,
         "documents_tokenized": prepared.documents,
+        "executor": {"text": prepared.executor, "sort_bytes": config.data.sort_bytes},
         **({"dropped": dropped} if dropped else {}),
     }
 

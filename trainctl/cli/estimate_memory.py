@@ -9,21 +9,25 @@ from typing import Annotated
 import typer
 
 from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides
-from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
+from trainctl.cli.console import (
+    print_data,
+    print_json,
+    print_message,
+    print_table,
+    show_findings,
+    write_chart,
+)
 from trainctl.cli.plan_view import show_budget, show_suggestions
 from trainctl.config.overrides import split_target
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launchers.measure import MeasuringStopped, measure
+from trainctl.launchers.measure import measure
 from trainctl.launchers.planning import PlannedConfig, PlannedPoint, plan_points
 from trainctl.memory.traced import compare_with_closed_form
 from trainctl.monitor.plan_text import plan_subject, plan_title
 
 FITS = {True: "fits", False: "does not fit", None: "too close to tell"}
 
-TRACED = {
-    "parameters": "parameters",
-    "block_bytes_per_token": "bytes per token that a block keeps",
-}
+TRACED = {"parameters": "parameters", "block_bytes_per_token": "bytes per token that a block keeps"}
 """Traced quantities in words."""
 
 Exact = Annotated[
@@ -152,7 +156,7 @@ def _write_chart(points: Sequence[PlannedPoint], path: Path) -> None:
     Raises:
         TrainctlError: No configuration has a budget, or the chart cannot be written.
     """
-    from trainctl.monitor.report.figure import save_memory_chart
+    from trainctl.monitor.report.figure import memory_figure
 
     budgets = {
         point.name or point.planned.composed.config.model.name: point.budget
@@ -162,17 +166,13 @@ def _write_chart(points: Sequence[PlannedPoint], path: Path) -> None:
     if not budgets:
         errors = "; ".join(error for point in points for error in point.errors)
         raise TrainctlError(f"nothing to draw: {errors}")
-    save_memory_chart(budgets, path)
-    print_message(f"wrote {path}", style="good")
+    write_chart(lambda: memory_figure(budgets), path, title=f"Memory: {', '.join(budgets)}")
 
 
 def _measure_configuration(
     overrides: list[str], config_dir: Path | None, *, force: bool, as_json: bool
 ) -> None:
-    try:
-        found = measure(overrides, config_dir, force=force, say=print_message)
-    except MeasuringStopped as stopped:
-        raise typer.Exit(128 + stopped.number) from None
+    found = measure(overrides, config_dir, force=force, say=print_message)
     if as_json:
         print_json({"schema": 1, "phases": found.rows, "calibration": str(found.calibration)})
         return

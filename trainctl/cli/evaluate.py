@@ -8,17 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainctl.cli.arguments import (
-    Best,
-    Json,
-    OfflineDevice,
-    OnDevice,
-    Run,
-    Step,
-    Weights,
-    WhichWeights,
-    open_run_or_newest,
-)
+from trainctl.cli.arguments import Best, Json, OnDevice, Run, Step, WhichWeights, open_run_or_newest
 from trainctl.cli.console import Meter, print_data, print_json, print_table, print_warning
 from trainctl.errors import TrainctlError
 from trainctl.launchers.offline import require_harness
@@ -30,9 +20,7 @@ _COUNTS = ("samples", "shots")
 Tasks = Annotated[
     str | None,
     typer.Option(
-        metavar="A,B",
-        help="Evaluate these lm-eval tasks on an export of the checkpoint instead.",
-        show_default=False,
+        metavar="A,B", help="Evaluate these lm-eval tasks on an export of the checkpoint instead."
     ),
 ]
 SampleCount = Annotated[
@@ -41,16 +29,10 @@ SampleCount = Annotated[
         min=1,
         help="Number of held-out samples (default: the run's), or of examples of each task "
         "(default: all).",
-        show_default=False,
     ),
 ]
 FewShotExamples = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Number of few-shot examples; default: the task's own.",
-        show_default=False,
-    ),
+    int | None, typer.Option(min=0, help="Number of few-shot examples; default: the task's own.")
 ]
 
 
@@ -65,17 +47,12 @@ def evaluate(
         typer.Option(
             metavar="DIR",
             help="Folder of your own tasks in lm-eval's YAML, in addition to its tasks.",
-            show_default=False,
         ),
     ] = None,
     shots: FewShotExamples = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Batch size of tasks; default: the run's micro-batch size.",
-            show_default=False,
-        ),
+        typer.Option(min=1, help="Batch size of tasks; default: the run's micro-batch size."),
     ] = None,
     chat: Annotated[
         bool,
@@ -86,13 +63,11 @@ def evaluate(
     keep: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            help="Keep the exported model that the tasks are evaluated on.",
-            show_default=False,
+            metavar="DIR", help="Keep the exported model that the tasks are evaluated on."
         ),
     ] = None,
-    weights: WhichWeights = Weights.raw,
-    device: OnDevice = OfflineDevice.auto,
+    weights: WhichWeights = "raw",
+    device: OnDevice = "auto",
     as_json: Json = False,
 ) -> None:
     """Evaluate a checkpoint on held-out text, or on tasks.
@@ -118,13 +93,13 @@ def evaluate(
     with Meter() as meter:
         if tasks is None:
             result = chosen.evaluate(
-                samples=samples, weights=weights.value, device=device.value, progress=meter
+                samples=samples, weights=weights, device=device, progress=meter
             )
         else:
             result = chosen.evaluate_tasks(
                 *task_names(tasks),
-                weights=weights.value,
-                device=device.value,
+                weights=weights,
+                device=device,
                 progress=meter,
                 include=include_path,
                 shots=shots,
@@ -154,7 +129,7 @@ def task_names(text: str) -> tuple[str, ...]:
 
 
 def _show_loss(result: dict[str, Any]) -> None:
-    average = ", average of the weights" if result["weights"] == Weights.ema else ""
+    average = ", average of the weights" if result["weights"] == "ema" else ""
     notes = [f"{name} {value:.4f}" for name, value in result.get("objective", {}).items()]
     if "unigram_entropy" in result:
         entropy = f"unigram entropy {result['unigram_entropy']:.4f}"

@@ -25,7 +25,6 @@ Words = Annotated[
     typer.Argument(
         metavar="WORD...",
         help="Rule (TC024), kind of record, cause of a failure, or exit code; default: all.",
-        show_default=False,
         autocompletion=complete_word,
     ),
 ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import Best, Json, NamedRunOrUrl, Step, Weights, WhichWeights
+from trainctl.cli.arguments import Best, Json, NamedRunOrUrl, Step, WhichWeights
 from trainctl.cli.console import (
     Meter,
     print_data,
@@ -21,16 +20,6 @@ from trainctl.cli.console import (
 from trainctl.config.quantities import count_text
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.launchers.export import TARGETS
-
-
-class ExportType(StrEnum):
-    """Number format of the exported weights."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    q8_0 = "q8_0"
-
 
 Out = Annotated[
     Path | None,
@@ -60,11 +49,7 @@ Public = Annotated[
 ]
 ShardSize = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Maximum size of a weights file, such as 2GB; default: 5GB.",
-        show_default=False,
-    ),
+    typer.Option(metavar="SIZE", help="Maximum size of a weights file, such as 2GB; default: 5GB."),
 ]
 
 
@@ -75,19 +60,17 @@ def export(
     best: Best = False,
     to: Format = "transformers",
     dtype: Annotated[
-        ExportType | None,
+        Literal["fp32", "bf16", "fp16", "q8_0"] | None,
         typer.Option(
-            help="Data type of the weights (q8_0: gguf); default: the one that the run trains in.",
-            show_default=False,
+            help="Data type of the weights (q8_0: gguf); default: the one that the run trains in."
         ),
     ] = None,
-    weights: WhichWeights = Weights.raw,
+    weights: WhichWeights = "raw",
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Export only the adapter, as PEFT loads it.")
     ] = False,
     merge: Annotated[
-        bool,
-        typer.Option("--merge", help="Merge the adapter into its base model (default)."),
+        bool, typer.Option("--merge", help="Merge the adapter into its base model (default).")
     ] = False,
     shard_size: ShardSize = None,
     check: Check = False,
@@ -107,8 +90,8 @@ def export(
         result = opened.checkpoint(step, best=best, warn=print_warning).export(
             out,
             to=to,
-            dtype=dtype.value if dtype is not None else None,
-            weights=weights.value,
+            dtype=dtype,
+            weights=weights,
             adapter=adapter if adapter or merge else None,
             shard_size=shard_size,
             check=check,
@@ -124,10 +107,10 @@ def export(
         raise typer.Exit(ExitCode.training_failed)
 
 
-def _print_export(result: dict[str, Any], out: Path | None, weights: Weights) -> None:
+def _print_export(result: dict[str, Any], out: Path | None, weights: str) -> None:
     for note in result["notes"]:
         print_message(f"note: {note}")
-    average = " (average of the weights)" if weights is Weights.ema else ""
+    average = " (average of the weights)" if weights == "ema" else ""
     print_data(
         f"exported {result['checkpoint']}{average}{'' if out is None else f' to {out}'}: "
         f"{count_text(result['parameters'])} parameters, "

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -50,27 +48,16 @@ from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import ignored_trainer_settings
 from trainctl.errors import ExitCode, Finding
-from trainctl.launchers.interface import (
-    AttemptRequest,
-    Outcome,
-    available_cores,
-    has_scheduler,
-    render,
-)
+from trainctl.launchers.interface import Outcome, has_scheduler, render_next
 from trainctl.launchers.planning import PlannedConfig, compose_config
 from trainctl.launchers.processes import Process
-from trainctl.launchers.resume import (
-    PlannedResume,
-)
+from trainctl.launchers.resume import PlannedResume
 from trainctl.launchers.start import Observer, check_machine
 from trainctl.plans.types import RunPlan
 from trainctl.readers.remote import is_url
 from trainctl.runs.attempts import changes_text
 from trainctl.runs.command import command_record
-from trainctl.runs.directory import (
-    DEFAULT_ROOT,
-    last_attempt,
-)
+from trainctl.runs.directory import DEFAULT_ROOT, last_attempt
 from trainctl.runs.event_descriptions import (
     describe_divergence,
     describe_straggler,
@@ -82,20 +69,11 @@ from trainctl.runs.listing import ResumePoint
 from trainctl.runs.records import Event, read_events
 from trainctl.runs.status import State
 
-
-class ResumeMode(StrEnum):
-    """Behaviour of `launch` on a run directory that has a checkpoint."""
-
-    auto = "auto"
-    never = "never"
-
-
 FetchedRunDir = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
         help="Directory to make from a mirror's URL; default: runs/ and the run's name.",
-        show_default=False,
     ),
 ]
 
@@ -110,9 +88,9 @@ def launch(
         typer.Option(metavar="DIR", help="Run directory; default: a new one under runs/."),
     ] = None,
     resume: Annotated[
-        ResumeMode,
+        Literal["auto", "never"],
         typer.Option(help="auto: resume if the run directory has a checkpoint, otherwise start."),
-    ] = ResumeMode.never,
+    ] = "never",
     config_dir: ConfigDir = None,
     detach: Detach = False,
     verbose: Verbose = False,
@@ -130,7 +108,7 @@ def launch(
     api.launch(
         *(overrides or ()),
         run_dir=run_dir,
-        resume=resume is ResumeMode.auto,
+        resume=resume == "auto",
         force=force,
         wait=not detach,
         progress=LaunchView(
@@ -150,7 +128,6 @@ def resume(
         typer.Option(
             metavar="N",
             help="Checkpoint after N steps; later ones are set aside. Default: the newest.",
-            show_default=False,
         ),
     ] = None,
     from_start: Annotated[
@@ -287,7 +264,7 @@ class LaunchView(Observer):
         if self._dry_run:
             if run is None and has_scheduler(plan.config):  # which does not look at this machine
                 check_machine(planned, plan, self._run_dir or DEFAULT_ROOT, self)
-            where = run or RunPaths(self._run_dir or Path("runs/NEW"))
+            where = run or RunPaths(self._run_dir.resolve() if self._run_dir else Path("runs/NEW"))
             show_start(planned, plan, where, as_json=self._as_json)
             raise typer.Exit
 
@@ -364,11 +341,7 @@ def _show_resume_hint(run: RunPaths, made: RunPlan) -> None:
 
 def show_start(planned: PlannedConfig, made: RunPlan, run: RunPaths, *, as_json: bool) -> None:
     """Print the commands of a dry run; with `as_json` also plan and budget, as one document."""
-    attempt = run.attempt(last_attempt(run) + 1)
-    start = AttemptRequest(
-        plan=made, run=run, attempt=attempt, environment=os.environ, cores=available_cores()
-    )
-    rendered = render(start)
+    rendered = render_next(made, run)
     if not as_json:
         show_commands(rendered.commands)
         for name, text in rendered.files.items():

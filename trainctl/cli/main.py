@@ -17,7 +17,7 @@ import typer
 from trainctl import __version__
 from trainctl.cli.commands import Commands
 from trainctl.cli.console import discard_output, show_error, show_trainctl_error
-from trainctl.errors import ExitCode, TrainctlError, describe_exception
+from trainctl.errors import ExitCode, StoppedBySignal, TrainctlError, describe_exception
 
 # The base class of every usage error, wherever the installed typer keeps it.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -81,6 +81,8 @@ def run(arguments: Sequence[str]) -> int:
         return end.exit_code
     except KeyboardInterrupt:
         return ExitCode.interrupted
+    except StoppedBySignal as stopped:
+        return 128 + int(stopped.args[0])
     except BrokenPipeError:
         discard_output()
         return ExitCode.success

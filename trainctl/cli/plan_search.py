@@ -9,18 +9,14 @@ import typer
 
 from trainctl import api
 from trainctl.cli.arguments import ConfigDir, Json, Overrides, Plot
-from trainctl.cli.console import print_data, print_json, print_message, show_findings
+from trainctl.cli.console import print_data, print_json, print_message, show_findings, write_chart
 from trainctl.monitor.search_text import search_lines
 from trainctl.tuning.recipes import check_recipe_file, launch_command
 
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=50, help="Number of plans to show.")]
-Write = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Save the best plan as a recipe.", show_default=False),
-]
+Write = Annotated[Path | None, typer.Option(metavar="FILE", help="Save the best plan as a recipe.")]
 Price = Annotated[
-    float | None,
-    typer.Option(metavar="AMOUNT", min=0, help="Price of one device per hour.", show_default=False),
+    float | None, typer.Option(metavar="AMOUNT", min=0, help="Price of one device per hour.")
 ]
 
 
@@ -60,9 +56,10 @@ def plan(
         for line in search_lines(details, price):
             print_data(line)
     if plot is not None:
-        from trainctl.monitor.report.figure import save_plan_chart
+        from trainctl.monitor.report.figure import plan_figure
 
-        save_plan_chart(details, plot)
-        print_message(f"wrote {plot}", style="good")
+        model = details.found[0].plan.config.model.name
+        title = f"Plans of {model} on {details.hardware.name}"
+        write_chart(lambda: plan_figure(details), plot, title=title)
     if write is not None:
         print_message(f"saved {write}; start it with: {launch_command(write, config_dir)}")

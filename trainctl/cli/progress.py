@@ -7,8 +7,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -158,31 +158,25 @@ class _StreamAboveLine:
         return getattr(self._stream, name)
 
 
-class Refresher:
-    """Context manager that redraws a line every `seconds`, in a thread.
+@contextmanager
+def _repeated(work: Callable[[], None], seconds: float, name: str) -> Iterator[None]:
+    """Call a function every `seconds`, in a thread of that name, until the context ends."""
+    end = threading.Event()
 
-    `text` is a function from the available columns to the text.
-    """
+    def repeat() -> None:
+        while not end.wait(seconds):
+            work()
 
-    def __init__(self, line: LiveLine, text: Any, seconds: float = 0.5) -> None:
-        self._line, self._text, self._seconds = line, text, seconds
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="live line", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with suppress(OSError, ValueError):  # the terminal is closed
-            while not self._end.wait(self._seconds):
-                self._line.show(self._text(self._line.columns))
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
+_REFRESH_SECONDS = 0.5
 _BAR = 11
 """Characters of the bar and a space, if there is room for it."""
 
@@ -222,21 +216,19 @@ class Progress:
         self._live: LiveLine | None = None
         if sys.stdout.isatty() and not as_json and os.environ.get("TERM") not in PLAIN_TERMINALS:
             self._live = LiveLine(sys.stdout)
-            self._refresher = Refresher(self._live, self._live_text)
+        self._shown = ExitStack()
         self._seconds_per_step = 0.0
         self._last_time: float | None = None
 
     def __enter__(self) -> Self:
         if self._live is not None:
-            self._live.__enter__()
-            self._refresher.__enter__()
+            self._shown.enter_context(self._live)
+            self._shown.enter_context(_repeated(self._refresh, _REFRESH_SECONDS, "live line"))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            with suppress(OSError):  # the terminal is closed, and the launch has its own exit code
-                self._refresher.__exit__(None, None, None)
-                self._live.__exit__(None, None, None)
+        with suppress(OSError):  # the terminal is closed, and the launch has its own exit code
+            self._shown.close()
 
     def __call__(self, event: Event) -> None:
         """Show one record."""
@@ -246,6 +238,11 @@ class Progress:
             self._show(event)
         except OSError:
             self._broken = True
+
+    def _refresh(self) -> None:
+        assert self._live is not None
+        with suppress(OSError, ValueError):  # the terminal is closed
+            self._live.show(self._live_text(self._live.columns))
 
     def _show(self, event: Event) -> None:
         if self._as_json:
@@ -311,16 +308,14 @@ class LiveFollower:
         self._log: Path | None = None
         self._copied = 0
         self._lock = threading.Lock()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+        self._copying = _repeated(self._copy, _POLL_SECONDS, "follower")
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._copying.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
+        self._copying.__exit__(None, None, None)
         self._copy()
 
     def __call__(self, event: Event) -> None:
@@ -334,10 +329,6 @@ class LiveFollower:
                     self._log, self._copied = attempt.rank_log(0), 0
             for line in event_lines(event):
                 print_message(line)
-
-    def _follow(self) -> None:
-        while not self._end.wait(_POLL_SECONDS):
-            self._copy()
 
     def _copy(self) -> None:
         with self._lock:

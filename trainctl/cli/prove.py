@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, open_run_or_newest
 from trainctl.cli.console import (
     Meter,
     print_data,
@@ -23,26 +24,23 @@ from trainctl.errors import TrainctlError
 if TYPE_CHECKING:
     from trainctl.launchers.migration_proof import MigrationProof
     from trainctl.launchers.prove import Proof
+    from trainctl.launchers.replay import ReplayResult
 
+Result = TypeVar("Result", bound="ReplayResult")
 
 Steps = Annotated[
-    int,
-    typer.Option(metavar="K", help="Number of steps to replay; with --from, of logged losses."),
+    int, typer.Option(metavar="K", help="Number of steps to replay; with --from, of logged losses.")
 ]
 AtCheckpoint = Annotated[
     int | None,
     typer.Option(
-        metavar="N",
-        help="Checkpoint after N steps; default: the newest with K steps left.",
-        show_default=False,
+        metavar="N", help="Checkpoint after N steps; default: the newest with K steps left."
     ),
 ]
 OtherPython = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE",
-        help="Python of another environment, which makes the second replay.",
-        show_default=False,
+        metavar="FILE", help="Python of another environment, which makes the second replay."
     ),
 ]
 From = Annotated[
@@ -51,7 +49,6 @@ From = Annotated[
         "--from",
         metavar="DIR",
         help="Folder of another trainer: replay from its checkpoint what it logged.",
-        show_default=False,
     ),
 ]
 Losses = Annotated[
@@ -59,7 +56,6 @@ Losses = Annotated[
     typer.Option(
         metavar="FILE",
         help="With --from: the log, a .csv of step,loss; default: trainer_state.json.",
-        show_default=False,
     ),
 ]
 
@@ -97,7 +93,7 @@ def prove(
         raise TrainctlError("--losses is of another trainer", hint="add --from DIR")
     target, changes = split_target(run)
     proof = api.prove(
-        api.Run(target) if target is not None else api.Run.newest(),
+        open_run_or_newest(target),
         *changes,
         steps=steps,
         checkpoint=checkpoint,
@@ -105,12 +101,17 @@ def prove(
         say=print_message,
         config_dir=config_dir,
     )
+    end_with_result(proof, show_proof, as_json=as_json)
+
+
+def end_with_result(result: Result, show: Callable[[Result], None], *, as_json: bool) -> None:
+    """Print the result of a replay, and end with its exit code."""
     if as_json:
-        print_json(proof.to_dict())
+        print_json(result.to_dict())
     else:
-        show_proof(proof)
-    if proof.exit_code:
-        raise typer.Exit(proof.exit_code)
+        show(result)
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
 def _prove_migration(
@@ -132,12 +133,7 @@ def _prove_migration(
             progress=meter,
             config_dir=config_dir,
         )
-    if as_json:
-        print_json(proof.to_dict())
-    else:
-        show_migration_proof(proof)
-    if proof.exit_code:
-        raise typer.Exit(proof.exit_code)
+    end_with_result(proof, show_migration_proof, as_json=as_json)
 
 
 def show_migration_proof(proof: MigrationProof) -> None:

@@ -96,6 +96,8 @@ def _start(event: Event) -> list[str]:
     trained = event.get("num_trained", event["num_parameters"])
     if trained != event["num_parameters"]:
         size += f" ({trained:,} of them train)"
+    if event.get("expert_products"):
+        size += f", experts by {event['expert_products']}"
     text = f"{event['train_tokens']:,} + {event['held_out_tokens']:,} held-out tokens"
     lines = [f"checkpoint passed over: {problem}" for problem in event["passed_over"]]
     lines += [f"{origin}: {size}, {text}", *bad_text_lines(event)]

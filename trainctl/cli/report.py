@@ -1,12 +1,11 @@
-"""`trainctl report`: curves and summarise_runs of runs as a page, as JSON, or as a table."""
+"""`trainctl report`: curves and summaries of runs as a page, as JSON, or as a table."""
 
 from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,13 +15,7 @@ from trainctl.cli.console import print_json, print_message
 from trainctl.errors import TrainctlError
 
 DEFAULT_FILE = Path("report.html")
-
-
-class _Form(StrEnum):
-    html = "html"
-    json = "json"
-    csv = "csv"
-
+_Form = Literal["html", "json", "csv"]
 
 OutputFile = Annotated[
     Path | None,
@@ -31,7 +24,6 @@ OutputFile = Annotated[
         "-o",
         metavar="FILE",
         help="Output file; default: report.html, or stdout for JSON and CSV.",
-        show_default=False,
     ),
 ]
 Buckets = Annotated[
@@ -41,7 +33,6 @@ Buckets = Annotated[
         min=0,
         help="Maximum number of points per run, each a mean with its extremes; 0 draws every "
         "step. Default: as many as fit a page of 2 MB.",
-        show_default=False,
     ),
 ]
 
@@ -50,9 +41,7 @@ def report(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="RUN...",
-            help="Run directories, or folders of sweeps; default: the newest run.",
-            show_default=False,
+            metavar="RUN...", help="Run directories, or folders of sweeps; default: the newest run."
         ),
     ] = None,
     output: OutputFile = None,
@@ -65,12 +54,7 @@ def report(
     ] = False,
     price: Annotated[
         float | None,
-        typer.Option(
-            metavar="P",
-            min=0,
-            help="Price of one device per hour; adds the cost.",
-            show_default=False,
-        ),
+        typer.Option(metavar="P", min=0, help="Price of one device per hour; adds the cost."),
     ] = None,
     buckets: Buckets = None,
 ) -> None:
@@ -83,18 +67,18 @@ def report(
     Examples: trainctl report runs/A runs/B -o report.html; trainctl report sweeps/125m
     """
     form = _output_form(as_json=as_json, as_csv=as_csv, output=output)
-    text = api.report(*(runs or ()), form=form.value, price=price, buckets=buckets)
-    if form is _Form.json and output is None:
+    text = api.report(*(runs or ()), form=form, price=price, buckets=buckets)
+    if form == "json" and output is None:
         print_json(json.loads(text))
         return
-    if form is _Form.csv and output is None:
+    if form == "csv" and output is None:
         sys.stdout.write(text)
         return
     from trainctl.monitor.report.page import write_report
 
     target = output or DEFAULT_FILE
     write_report(target, text)
-    if form is _Form.html:
+    if form == "html":
         print_message(f"wrote {target} ({target.stat().st_size / 1e6:.2f} MB)", style="good")
 
 
@@ -109,4 +93,4 @@ def _output_form(*, as_json: bool, as_csv: bool, output: Path | None) -> _Form:
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
         what = "is a folder" if output.is_dir() else f"there is no folder {output.parent}"
         raise TrainctlError(f"{output}: {what}", hint="-o names the file to write")
-    return _Form.json if as_json else _Form.csv if as_csv else _Form.html
+    return "json" if as_json else "csv" if as_csv else "html"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,8 @@ from trainctl.cli.progress import PLAIN_TERMINALS, Progress
 from trainctl.cli.record_lines import record_lines
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import RunConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, MachineError, RunStateError, TrainctlError
+from trainctl.launchers.interface import job_log, job_state
 from trainctl.launchers.processes import companion_names, companion_problem, send_rest
 from trainctl.launchers.stop import ask_to_stop, wait_for_end
 from trainctl.monitor.loggers.delivery import ALERTS, read_cursor
@@ -40,16 +42,16 @@ from trainctl.runs.directory import (
     read_plan,
     remove_run,
 )
-from trainctl.runs.event_descriptions import (
-    describe_divergence,
-    describe_straggler,
-)
+from trainctl.runs.event_descriptions import describe_divergence, describe_straggler
 from trainctl.runs.failures import describe_failure, first_failure
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import LOST, NEW, RunSummary, age_text, summarise_run, summarise_runs
 from trainctl.runs.logs import LogFollower, cut_line, logs_of, tail_logs
 from trainctl.runs.mirror_state import MIRROR, describe_mirror, mirror_text
 from trainctl.runs.records import Event, EventFollower, events_from_end, read_events
+from trainctl.runs.status import SchedulerJob, State, read_job
+
+_ENDED = (State.finished, State.failed, State.stopped)
 
 LINES = 20
 """Lines shown of each log, and of the records."""
@@ -62,17 +64,14 @@ app = typer.Typer(help="List, follow, stop and remove runs.", add_completion=Fal
 @app.command("ls")
 def list_(
     folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FOLDER]", help="Folder of runs; default: runs/.", show_default=False
-        ),
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Folder of runs; default: runs/.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """List the runs of a folder, oldest first, whatever launcher started them."""
     root = folder or DEFAULT_ROOT
     if folder is not None and not folder.is_dir():
-        raise TrainctlError(f"{folder} is not a folder", exit_code=ExitCode.run_state)
+        raise RunStateError(f"{folder} is not a folder")
     runs, damaged = find_runs(root)
     for problem in damaged:
         print_message(f"warning: left out: {problem}", style="warning")
@@ -89,10 +88,11 @@ def list_(
 def status(run: Run = None, as_json: Json = False) -> None:
     """Show how a run stands: state, progress, what failed first, and what to do next."""
     found = open_run_or_newest(run).status
+    job = _ask_scheduler(job_state, found.job) if found.state not in _ENDED else None
     if as_json:
-        print_json({"schema": 1, **found.to_json()})
+        print_json({"schema": 1, **found.to_json(), "job_state": job})
         return
-    for line in _status_lines(found):
+    for line in _status_lines(found, job):
         print_data(line)
     if found.divergence is not None:
         print_data(f"warning: {describe_divergence(found.divergence)}", style="warning")
@@ -113,12 +113,10 @@ def status(run: Run = None, as_json: Json = False) -> None:
 def logs(
     run: Run = None,
     attempt: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Attempt; default: the newest.", show_default=False),
+        int | None, typer.Option(metavar="N", help="Attempt; default: the newest.")
     ] = None,
     rank: Annotated[
-        list[int] | None,
-        typer.Option(metavar="K", help="Show only this rank; may be repeated.", show_default=False),
+        list[int] | None, typer.Option(metavar="K", help="Show only this rank; may be repeated.")
     ] = None,
     lines: Annotated[
         int, typer.Option(metavar="N", min=1, help="Number of lines from the end of each log.")
@@ -136,10 +134,9 @@ def logs(
     chosen = paths.attempt(number)
     if not chosen.root.is_dir():
         there = last_attempt(paths)
-        raise TrainctlError(
+        raise RunStateError(
             f"{paths.root} has no attempt {number}",
             hint=f"attempts: 1 to {there}" if there else "nothing of it was started yet",
-            exit_code=ExitCode.run_state,
         )
     failure = first_failure(read_events(paths.events, "failure"), number)
     if failure is not None and not rank:
@@ -153,7 +150,12 @@ def logs(
         print_data(f"==> {log.label}: {log.path}")
         for line in tail:
             print_data(to_printable(line))
-    if not found:
+    output = _ask_scheduler(job_log, read_job(chosen)) if not rank else None
+    if output:
+        print_data("==> job:")
+        for line in output.splitlines()[-lines:]:
+            print_data(to_printable(line))
+    elif not found:
         print_message(f"attempt {number} has no such log yet")
     while follow:
         ended = not _may_still_log(paths, chosen)
@@ -165,6 +167,17 @@ def logs(
         if ended:
             return
         time.sleep(_POLL_SECONDS)
+
+
+def _ask_scheduler(
+    question: Callable[[SchedulerJob], str | None], job: SchedulerJob | None
+) -> str | None:
+    """Return a scheduler's answer about a job; None, with a warning, if it gives none."""
+    try:
+        return None if job is None else question(job)
+    except TrainctlError as error:
+        print_message(f"warning: {error.message}", style="warning")
+        return None
 
 
 def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
@@ -214,7 +227,7 @@ def stop(
     idle = [paths for paths in opened if paths not in live]
     if idle:
         names = ", ".join(str(paths.root) for paths in idle)
-        raise TrainctlError(f"not running: {names}", exit_code=ExitCode.run_state)
+        raise RunStateError(f"not running: {names}")
 
 
 @app.command()
@@ -233,10 +246,9 @@ def rm(
     for paths in opened:
         summary = summarise_run(paths)
         if summary.is_live:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{paths.root} is {summary.state}",
                 hint=f"stop it first: trainctl runs stop {paths.root}",
-                exit_code=ExitCode.run_state,
             )
         if not force:
             require_no_checkpoint(paths)
@@ -290,7 +302,6 @@ def sync(
         typer.Option(
             metavar="NAME",
             help="Logger to send to instead of those in logging.to, or mirror; may be repeated.",
-            show_default=False,
         ),
     ] = None,
     again: Annotated[
@@ -321,10 +332,9 @@ def sync(
             if not _send_rest(paths, name, config, again)
         ]
     if failed:
-        raise TrainctlError(
+        raise MachineError(
             f"not everything was sent: {', '.join(failed)}",
             hint="repeat the command when what is in the way is gone",
-            exit_code=ExitCode.environment,
         )
 
 
@@ -374,7 +384,7 @@ def _progress_cell(summary: RunSummary) -> str:
     return f"{summary.step}/{steps}{cut}" if steps else "-"
 
 
-def _status_lines(summary: RunSummary) -> list[str]:
+def _status_lines(summary: RunSummary, job_state: str | None) -> list[str]:
     ended = f", exit code {summary.exit_code}" if summary.exit_code is not None else ""
     lines = [f"run: {summary.path}", f"state: {summary.state}{ended}"]
     if summary.message:
@@ -396,7 +406,8 @@ def _status_lines(summary: RunSummary) -> list[str]:
         f"{summary.nodes} x {summary.ranks // summary.nodes} processes"
     )
     if summary.job:
-        lines.append(f"job: {summary.job.id} ({summary.job.kind})")
+        told = f": {job_state}" if job_state else ""
+        lines.append(f"job: {summary.job.id} ({summary.job.kind}){told}")
     if summary.holder:
         lines.append(f"held by: process {summary.holder.pid} on {summary.holder.host}")
     return [*lines, f"updated: {age_text(summary.updated)} ago"]
@@ -424,10 +435,8 @@ def follow_run(run: api.Run, *, as_json: bool) -> int:
     """
     summary = summarise_run(run.paths)
     if summary.state == NEW and not summary.is_live:
-        raise TrainctlError(
-            f"nothing of {run.path} was started yet",
-            hint=f"trainctl resume {run.path} starts it",
-            exit_code=ExitCode.run_state,
+        raise RunStateError(
+            f"nothing of {run.path} was started yet", hint=f"trainctl resume {run.path} starts it"
         )
     first = last_attempt(run.paths)
     plan = read_plan(run.paths.attempt(first).plan)
@@ -443,10 +452,9 @@ def follow_run(run: api.Run, *, as_json: bool) -> int:
             progress(event)
     summary = summarise_run(run.paths)
     if summary.state == LOST:
-        raise TrainctlError(
+        raise RunStateError(
             f"{run.path}: launcher and agent were ended at one blow",
             hint=f"trainctl resume {run.path} goes on from its newest checkpoint",
-            exit_code=ExitCode.run_state,
         )
     if summary.exit_code:
         show_error(summary.message)

@@ -7,16 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import (
-    Best,
-    Json,
-    NamedRun,
-    OfflineDevice,
-    OnDevice,
-    Step,
-    Weights,
-    WhichWeights,
-)
+from trainctl.cli.arguments import Best, Json, NamedRun, OnDevice, Step, WhichWeights
 from trainctl.cli.console import Meter, print_data, print_json, print_warning, to_printable
 
 AsChat = Annotated[
@@ -24,21 +15,17 @@ AsChat = Annotated[
     typer.Option(
         "--chat/--no-chat",
         help="Put TEXT into the chat template as a user's message; default: if data=chat.",
-        show_default=False,
     ),
 ]
 
 Answers = Annotated[
     list[str] | None,
     typer.Option(
-        "--answer",
-        help="Print the score of this answer to TEXT; may be given several times.",
-        show_default=False,
+        "--answer", help="Print the score of this answer to TEXT; may be given several times."
     ),
 ]
 AsScore = Annotated[
-    bool,
-    typer.Option("--score", help="Print what a reward model or a classifier says of TEXT."),
+    bool, typer.Option("--score", help="Print what a reward model or a classifier says of TEXT.")
 ]
 
 
@@ -51,22 +38,18 @@ def sample(
         typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token."),
     ] = 0.8,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Seed of the sampling; default: training.seed.", show_default=False
-        ),
+        int | None, typer.Option(min=0, help="Seed of the sampling; default: training.seed.")
     ] = None,
     chat: AsChat = None,
     system: Annotated[
-        str | None,
-        typer.Option(help="System message before the user's message.", show_default=False),
+        str | None, typer.Option(help="System message before the user's message.")
     ] = None,
     answers: Answers = None,
     score: AsScore = False,
     step: Step = None,
     best: Best = False,
-    weights: WhichWeights = Weights.raw,
-    device: OnDevice = OfflineDevice.auto,
+    weights: WhichWeights = "raw",
+    device: OnDevice = "auto",
     as_json: Json = False,
 ) -> None:
     """Continue a text, or answer a message, by a checkpoint.
@@ -80,7 +63,7 @@ def sample(
     """
     with Meter() as meter:
         checkpoint = api.Run(run).checkpoint(step, best=best, warn=print_warning)
-        how: dict[str, Any] = {"weights": weights.value, "device": device.value, "progress": meter}
+        how: dict[str, Any] = {"weights": weights, "device": device, "progress": meter}
         if score or answers:
             result = checkpoint.score(text, *(answers or ()), chat=bool(chat), **how)
         else:

@@ -9,13 +9,8 @@ from typing import Annotated
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import (
-    ConfigDir,
-    Json,
-    TargetAndOverrides,
-    check_chart_file,
-)
-from trainctl.cli.console import print_data, print_json, print_message, show_findings
+from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides, check_chart_file
+from trainctl.cli.console import print_data, print_json, show_findings, write_chart
 from trainctl.config.codec import to_plain
 from trainctl.monitor.report.charts import CurvePoint, points_of, schedule_chart, title_of
 from trainctl.options.schedule import WithPatience
@@ -44,7 +39,6 @@ def show(
         typer.Option(
             metavar="FILE",
             help="Write the chart to a .png, .svg or .html file instead.",
-            show_default=False,
             callback=check_chart_file,
         ),
     ] = None,
@@ -61,10 +55,7 @@ def show(
     show_findings([finding for finding in planned.findings if not finding.is_error])
     points = points_of(made)
     if plot is not None:
-        from trainctl.monitor.report.figure import save_chart
-
-        save_chart(lambda: schedule_chart(made, points), plot, title=title_of(made))
-        print_message(f"wrote {plot}", style="good")
+        write_chart(lambda: schedule_chart(made, points), plot, title=title_of(made))
     if as_json:
         print_json(_document(made, points))
     elif plot is None:

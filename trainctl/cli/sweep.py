@@ -30,7 +30,6 @@ SweepArguments = Annotated[
     typer.Argument(
         metavar="[FOLDER] OVERRIDES",
         help="Folder of a sweep to show, or a configuration with lists: KEY=VALUE,VALUE.",
-        show_default=False,
     ),
 ]
 

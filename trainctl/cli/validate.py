@@ -21,24 +21,15 @@ from trainctl.monitor.plan_text import plan_name
 
 DeepSpeedFile = Annotated[
     Path | None,
-    typer.Option(
-        "--deepspeed",
-        metavar="FILE",
-        help="Check this DeepSpeed JSON file instead.",
-        show_default=False,
-    ),
+    typer.Option("--deepspeed", metavar="FILE", help="Check this DeepSpeed JSON file instead."),
 ]
 WorldSize = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="With --deepspeed: world size.", show_default=False),
+    int | None, typer.Option(metavar="N", min=1, help="With --deepspeed: world size.")
 ]
 ModelDirectory = Annotated[
     Path | None,
     typer.Option(
-        "--model",
-        metavar="DIR",
-        help="With --deepspeed: transformers directory of the model.",
-        show_default=False,
+        "--model", metavar="DIR", help="With --deepspeed: transformers directory of the model."
     ),
 ]
 

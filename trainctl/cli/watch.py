@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainctl.cli.console import print_data, print_message, tolerate_broken_pipe
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, RunStateError, TrainctlError
 from trainctl.runs.directory import DEFAULT_ROOT, is_run, open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.sweeps import RECORD
@@ -32,7 +32,6 @@ def watch(
         typer.Argument(
             metavar="[RUN...|FOLDER]",
             help="Runs to show on one page, or a folder of runs or of a sweep; default: runs/.",
-            show_default=False,
         ),
     ] = None,
     host: Annotated[
@@ -53,12 +52,10 @@ def watch(
         typer.Option(
             metavar="NAME",
             help="Host name that browsers may use, such as a proxy's; may be repeated.",
-            show_default=False,
         ),
     ] = None,
     price: Annotated[
-        float | None,
-        typer.Option(metavar="P", min=0, help="Price of one device per hour.", show_default=False),
+        float | None, typer.Option(metavar="P", min=0, help="Price of one device per hour.")
     ] = None,
 ) -> None:
     """Serve the page of runs, live, from their files alone; the address is printed.
@@ -75,10 +72,9 @@ def watch(
         server = PageServer(host, port, watching.respond, names=tuple(allow_name or ()))
     except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         why = error.strerror if isinstance(error, OSError) else "it is no name"
-        raise TrainctlError(
+        raise MachineError(
             f"nothing can listen on {host}, port {port}: {why or error}",
             hint="--port 0 takes a free one",
-            exit_code=ExitCode.environment,
         ) from None
     tolerate_broken_pipe()
     with server, _stopped_by_signals(server):
@@ -112,10 +108,8 @@ def _runs_or_folder(given: list[Path]) -> tuple[list[RunPaths], Path | None]:
         folder = given[0] if given else DEFAULT_ROOT
         if not is_run(folder):
             if not folder.is_dir():
-                raise TrainctlError(
-                    f"there is no folder {folder}",
-                    hint="name a run, or a folder of runs",
-                    exit_code=ExitCode.run_state,
+                raise RunStateError(
+                    f"there is no folder {folder}", hint="name a run, or a folder of runs"
                 )
             if not (folder / RECORD).is_file() and not any(map(is_run, folder.iterdir())):
                 print_message(f"{folder} has no run yet; those that come are shown")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
@@ -89,6 +90,34 @@ def _class_of_kind(group: str, cls: Any, data: dict[str, Any]) -> tuple[Any, dic
     foreign = own_keys(group) - set(attribute_types(found))
     kept = {name: value for name, value in data.items() if name not in foreign}
     return found, {key: kind, **kept}
+
+
+def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every leaf; an empty mapping is a leaf."""
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def nest(leaves: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return nested mappings of dotted keys with their values."""
+    nested: dict[str, Any] = {}
+    for key, value in leaves:
+        *parents, name = key.split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[name] = value
+    return nested
+
+
+def value_at(section: Any, key: str) -> Any:
+    """Return the value at a dotted key of nested dataclasses and mappings."""
+    for name in key.split("."):
+        section = section[name] if isinstance(section, Mapping) else getattr(section, name)
+    return section
 
 
 @cache

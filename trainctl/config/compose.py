@@ -26,7 +26,7 @@ from trainctl.config.catalog import (
     shadowing_warning,
 )
 from trainctl.config.check import UNKNOWN_KEY, Setting, check_setting, wrong_value
-from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.codec import from_plain, to_plain, value_at
 from trainctl.config.extends import check_extends
 from trainctl.config.keys import as_override, leaves_under, range_problem
 from trainctl.config.layers import DEFAULT_SOURCE, Layer, Stack
@@ -38,7 +38,7 @@ from trainctl.config.model_directory import (
 )
 from trainctl.config.overrides import Choice, Overrides, read_overrides
 from trainctl.config.registry import load_spec
-from trainctl.config.schema import GROUPS, LIST_GROUPS, RunConfig, TokenizerFromPath
+from trainctl.config.schema import GROUPS, LIST_GROUPS, ModelConfig, RunConfig, TokenizerFromPath
 from trainctl.config.secrets import redact_setting
 from trainctl.config.sections import complete_named_sections, drop_foreign_keys
 from trainctl.config.yaml_files import read_document
@@ -152,7 +152,15 @@ def recompose(
     asked = read_overrides(overrides, folders)
     findings = list(asked.findings)
     if asked.recipe:
-        findings.append(_recipe_change_finding(saved, asked.recipe))
+        findings.append(
+            Finding(
+                rule=NO_EFFECT,
+                key="recipe",
+                message=f"a run keeps its recipe ({saved.recipe or 'none'})",
+                hint=f"change groups and keys ({', '.join(GROUPS[:3])}, ...), or launch a new run",
+                source=asked.recipe.source,
+            )
+        )
     findings += check_extends(folders, "", _chosen_options(asked))
     if asked.choices and not _has_error(findings):
         defaults = [{group: choice.option} for group, choice in asked.choices.items()]
@@ -206,7 +214,7 @@ def _out_of_range(stack: Stack) -> Iterator[Finding]:
     """Yield values outside the range that their key has under the chosen kind."""
     for key, leaf in leaves_under(stack.plain).items():
         with suppress(KeyError):  # a value that was not accepted
-            problem = range_problem(leaf.metadata, stack.value_of(key))
+            problem = range_problem(leaf.metadata, value_at(stack.plain, key))
             if problem and key in stack.layers:
                 yield wrong_value(key, _last_source(stack, key), problem)
 
@@ -353,8 +361,21 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
             Finding(rule=NO_MODEL, message=error.message, hint=error.hint, key="model.path"),
         )
         return [finding.set_by(_last_source(stack, "model.path")) for finding in wrong]
+    findings = list(_apply_directory(stack, model, read, typed))
+    tokenizer = from_plain(RunConfig, stack.plain).tokenizer
+    has_path = not isinstance(tokenizer, TokenizerFromPath) or tokenizer.path is not None
+    if not has_path and load_spec("tokenizer", tokenizer.kind).is_directory:
+        stack.apply([Setting(("tokenizer", "path"), read.path, f"{model.path}")])
+    if not _has_error(findings):
+        findings += _fill_anatomy(stack)
+    return findings
+
+
+def _apply_directory(
+    stack: Stack, model: ModelConfig, read: ModelConfig, typed: Set[str]
+) -> Iterator[Finding]:
+    """Set the keys of `model` that its directory decides, and yield the findings."""
     had, filled = to_plain(model), to_plain(read)
-    findings: list[Finding] = []
     source = f"{model.path}/config.json"
     for name in (*DIRECTORY_FIELDS, *read.own_keys):
         key, value = f"model.{name}", filled[name]
@@ -364,22 +385,22 @@ def _fill_model(stack: Stack, typed: Set[str]) -> list[Finding]:
             continue
         if has_own and (key in typed or "model.path" not in typed):
             if read.is_directory and name not in OVERRIDABLE_FIELDS:
-                findings.append(_not_applied(key, own, value, stack, source))
+                message = f"{key}={own}, and {source} has {value}: transformers builds this "
+                message += "architecture from that file alone"
+                hint = f"change it there, in a copy of the directory, or leave {key} out"
+                yield _directory_finding(stack, key, message, hint, is_error=True)
                 continue
+            message = f"{own} replaces {value} of {source}"
+            hint = f"leave {key} out to keep the directory's value"
             stack.layers[key].insert(0, Layer(source, value))
-            findings.append(_replaces_directory_finding(key, own, value, stack, source))
+            yield _directory_finding(stack, key, message, hint)
             continue
         if has_own:
-            findings.append(_yields_to_directory_finding(key, own, value, stack, source))
+            message = f"{own} gives way to {value} of {source}, which the command line names"
+            hint = f"{key}={own} on the command line keeps it"
+            yield _directory_finding(stack, key, message, hint)
         set_by = _last_source(stack, key) if name == "path" else source
         stack.apply([Setting(("model", name), value, set_by)])
-    tokenizer = from_plain(RunConfig, stack.plain).tokenizer
-    has_path = not isinstance(tokenizer, TokenizerFromPath) or tokenizer.path is not None
-    if not has_path and load_spec("tokenizer", tokenizer.kind).is_directory:
-        stack.apply([Setting(("tokenizer", "path"), read.path, f"{model.path}")])
-    if not _has_error(findings):
-        findings += _fill_anatomy(stack)
-    return findings
 
 
 def _fill_anatomy(stack: Stack) -> list[Finding]:
@@ -414,48 +435,15 @@ def _last_source(stack: Stack, key: str) -> str:
     return stack.layers[key][-1].source if key else ""
 
 
-def _replaces_directory_finding(
-    key: str, own: Any, read: Any, stack: Stack, source: str
+def _directory_finding(
+    stack: Stack, key: str, message: str, hint: str, *, is_error: bool = False
 ) -> Finding:
+    """Return the finding on a key that the model's directory has too."""
     return Finding(
-        rule=NO_EFFECT,
+        rule=NOT_THE_DIRECTORYS if is_error else NO_EFFECT,
         key=key,
-        message=f"{own} replaces {read} of {source}",
-        hint=f"leave {key} out to keep the directory's value",
-        severity=Severity.warning,
+        message=message,
+        hint=hint,
+        severity=Severity.error if is_error else Severity.warning,
         source=_last_source(stack, key),
-    )
-
-
-def _not_applied(key: str, own: Any, read: Any, stack: Stack, source: str) -> Finding:
-    return Finding(
-        rule=NOT_THE_DIRECTORYS,
-        key=key,
-        message=f"{key}={own}, and {source} has {read}: transformers builds this architecture from "
-        "that file alone",
-        hint=f"change it there, in a copy of the directory, or leave {key} out",
-        source=_last_source(stack, key),
-    )
-
-
-def _yields_to_directory_finding(
-    key: str, own: Any, read: Any, stack: Stack, source: str
-) -> Finding:
-    return Finding(
-        rule=NO_EFFECT,
-        key=key,
-        message=f"{own} gives way to {read} of {source}, which the command line names",
-        hint=f"{key}={own} on the command line keeps it",
-        severity=Severity.warning,
-        source=_last_source(stack, key),
-    )
-
-
-def _recipe_change_finding(saved: RunConfig, recipe: Choice) -> Finding:
-    return Finding(
-        rule=NO_EFFECT,
-        key="recipe",
-        message=f"a run keeps its recipe ({saved.recipe or 'none'})",
-        hint=f"change groups and keys ({', '.join(GROUPS[:3])}, ...), or launch a new run",
-        source=recipe.source,
     )

@@ -21,3 +21,8 @@ class DerivedValue:
     """Config keys that it follows from, the most important first; empty in plans of versions that
     did not record them.
     """
+
+
+def derived(key: str, value: Any, *sources: str, why: str = "") -> DerivedValue:
+    """Return a value derived from config keys; `why` replaces their names as the reason."""
+    return DerivedValue(key=key, value=value, reason=why or " and ".join(sources), sources=sources)

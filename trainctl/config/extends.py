@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from trainctl.config.catalog import (
     BASE,
@@ -66,11 +67,14 @@ class _Walk:
         findings = [] if folder.is_shipped else _check_document(document, ())
         parents = [each for each in document.defaults if not each.group and each.option != "_self_"]
         for default in document.defaults:
-            findings += self._option(default) if default.group else []
+            findings += self._options(default) if default.group else []
         for parent in parents:
             findings += self._extends(parent, (*chain, name))
         if not parents and name != BASE and not document.findings:
-            findings.append(_starts_from_nothing(folder.name_of(path)))
+            shown = folder.name_of(path)
+            what = f"{shown} starts from no other configuration"
+            hint = "begin it with `defaults: [base, _self_]`, or name a recipe instead of base"
+            findings.append(_finding(UNREADABLE, "defaults", what, hint, shown))
         return findings
 
     def users_option(self, group: str, option: str, chain: tuple[str, ...]) -> list[Finding]:
@@ -83,11 +87,13 @@ class _Walk:
         document = read_document(path, shown)
         findings = _check_document(document, (group, option) if group in LIST_GROUPS else (group,))
         if any(line.startswith("@package") for line in leading_comment(path)):
-            findings.append(_package_finding(group, shown))
+            what = f"{shown} has a @package line: an option sets keys of its own group only"
+            hint = "leave that line out, or make the file a recipe"
+            findings.append(_finding(REFUSED, group, what, hint, f"{shown}:1"))
         for default in document.defaults:
             parent = str(default.option).removeprefix(f"/{group}/")
             if default.group:
-                findings += self._option(default)
+                findings += self._options(default)
             elif parent in (*chain, option):
                 findings.append(_circle_finding(parent, (*chain, option), default.source))
             elif parent in option_names(self.folders, group):
@@ -104,23 +110,26 @@ class _Walk:
             return [unknown_recipe(self.folders, parent, default.source)]
         return self.recipe(parent, chain)
 
-    def _option(self, default: Default) -> list[Finding]:
+    def _options(self, default: Default) -> list[Finding]:
+        """Return the problems of a line that chooses an option, or several of a list."""
         group, option = default.group.removeprefix("/"), default.option
         if group not in (*GROUPS, *LIST_GROUPS):
-            return [_unknown_group_finding(default, group)]
+            known = did_you_mean(nearest_names(group, GROUPS)) or f"groups: {', '.join(GROUPS)}"
+            what = f"there is no group {group}"
+            return [_finding(UNKNOWN_KEY, group, what, known, default.source)]
         if option is None or group in self.chosen:
             return []
-        if group in LIST_GROUPS and isinstance(option, list):
-            each = [Default(default.group, name, default.source, name) for name in option]
-            return [finding for one in each for finding in self._named(one, group)]
-        return self._named(default, group)
+        names = option if group in LIST_GROUPS and isinstance(option, list) else [option]
+        return [each for name in names for each in self._named(group, name, default.source)]
 
-    def _named(self, default: Default, group: str) -> list[Finding]:
-        option = default.option
+    def _named(self, group: str, option: Any, source: str) -> list[Finding]:
         if not isinstance(option, str):
-            return [_not_text_finding(default, group)]
+            is_number = isinstance(option, (int, float))
+            hint = f'quote it: {group}: "{option}"' if is_number else "name one option"
+            what = f"{option!r} is not the name of an option"
+            return [_finding(UNREADABLE, group, what, hint, source)]
         if option not in option_names(self.folders, group):
-            return [unknown_option(self.folders, group, option, default.source)]
+            return [unknown_option(self.folders, group, option, source)]
         return self.users_option(group, option, ())
 
 
@@ -131,55 +140,11 @@ def _check_document(document: YamlDocument, prefix: tuple[str, ...]) -> list[Fin
     return findings
 
 
-def _package_finding(group: str, shown: str) -> Finding:
-    return Finding(
-        rule=REFUSED,
-        key=group,
-        message=f"{shown} has a @package line: an option sets keys of its own group only",
-        hint="leave that line out, or make the file a recipe",
-        source=f"{shown}:1",
-    )
-
-
-def _starts_from_nothing(shown: str) -> Finding:
-    return Finding(
-        rule=UNREADABLE,
-        key="defaults",
-        message=f"{shown} starts from no other configuration",
-        hint="begin it with `defaults: [base, _self_]`, or name a recipe instead of base",
-        source=shown,
-    )
-
-
 def _circle_finding(parent: str, chain: tuple[str, ...], source: str) -> Finding:
     circle = " -> ".join((*chain[chain.index(parent) :], parent))
-    return Finding(
-        rule=UNKNOWN_RECIPE,
-        key="defaults",
-        message=f"these extend each other in a circle: {circle}",
-        hint="let one of them start from base",
-        source=source,
-    )
+    what = f"these extend each other in a circle: {circle}"
+    return _finding(UNKNOWN_RECIPE, "defaults", what, "let one of them start from base", source)
 
 
-def _unknown_group_finding(default: Default, group: str) -> Finding:
-    close = nearest_names(group, GROUPS)
-    return Finding(
-        rule=UNKNOWN_KEY,
-        key=group,
-        message=f"there is no group {group}",
-        hint=did_you_mean(close) or f"groups: {', '.join(GROUPS)}",
-        source=default.source,
-    )
-
-
-def _not_text_finding(default: Default, group: str) -> Finding:
-    is_number = isinstance(default.option, (int, float))
-    hint = f'quote it: {group}: "{default.option}"' if is_number else "name one option"
-    return Finding(
-        rule=UNREADABLE,
-        key=group,
-        message=f"{default.option!r} is not the name of an option",
-        hint=hint,
-        source=default.source,
-    )
+def _finding(rule: str, key: str, message: str, hint: str, source: str) -> Finding:
+    return Finding(rule=rule, key=key, message=message, hint=hint, source=source)

@@ -1,4 +1,4 @@
-"""Extras of trainctl's distribution, and which of them installs a package.
+"""Installed packages, and which of trainctl's extras installs one.
 
 They are read from the installed metadata, so pyproject.toml has the only list.
 """
@@ -10,6 +10,14 @@ from importlib import metadata
 
 DEVELOPMENT = ("dev", "docs", "test")
 """Extras that no message names: they are for changing trainctl."""
+
+
+def package_version(name: str) -> str:
+    """Return the version of a package without importing it; empty if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 @cache

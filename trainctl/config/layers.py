@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any
 
 from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
+from trainctl.config.codec import value_at
 from trainctl.config.keys import as_written, find_leaf, leaves, leaves_under
 from trainctl.config.schema import LIST_GROUPS
 from trainctl.config.secrets import (
@@ -59,15 +60,9 @@ class Stack:
         self.layers: dict[str, list[Layer]] = {}
         self.references: dict[str, Setting] = {}
         for key, leaf in (leaves_under(plain) if source else {}).items():
-            value = self.value_of(key)
+            value = value_at(self.plain, key)
             if value != leaf.default:
                 self.layers[key] = [Layer(source, value)]
-
-    def value_of(self, key: str) -> Any:
-        node: Any = self.plain
-        for name in key.split("."):
-            node = node[name]
-        return node
 
     def is_set(self, key: str) -> bool:
         """Whether a key has a value that was set, and not reset to its default since."""
@@ -139,7 +134,7 @@ class Stack:
     def _remove(self, key: str) -> None:
         """Remove a key from its mapping, and mappings that become empty from theirs."""
         above, _, name = key.rpartition(".")
-        node = self.value_of(above)
+        node = value_at(self.plain, above)
         node.pop(name, None)
         if not node and above not in leaves():
             self._remove(above)
@@ -187,11 +182,8 @@ class Stack:
             name: value for name, value in variables.items() if not has_reference(value)
         }
         for key in SECRET_LISTS:
-            *parents, name = key.split(".")
-            section = plain
-            for parent in parents:
-                section = section[parent]
-            section[name] = []
+            section, _, name = key.rpartition(".")
+            value_at(plain, section)[name] = []
         return plain
 
     def _place(self, setting: Setting) -> None:

@@ -98,7 +98,9 @@ def read_overrides(texts: Sequence[str], folders: list[Folder]) -> Overrides:
             continue
         name = parsed.key_or_group
         if name in given:
-            result.findings.append(_given_twice_finding(name, given[name], text))
+            message = f"{given[name]} has no effect: {text} comes after it"
+            hint = f"keep one {name}="
+            result.findings.append(_warning(GIVEN_TWICE, name, message, hint, text))
         given[name] = text
         _read_override(parsed, written, text, folders, result)
     return result
@@ -166,7 +168,8 @@ def _read_override(
     else:
         key = ALIASES.get(name, name)
         if key != name:
-            result.findings.append(_alias_finding(key, name, text))
+            message, hint = f"{name} is read as {key}", f"write {key}="
+            result.findings.append(_warning(ALIAS, key, message, hint, text))
         setting = Setting(tuple(key.split(".")), value, text, written)
         settings, findings = check_setting(setting)
         result.settings += settings
@@ -217,26 +220,9 @@ def _refused_finding(key: str, text: str, message: str, hint: str) -> Finding:
     return Finding(rule=REFUSED, key=key, message=message, hint=hint, source=text)
 
 
-def _alias_finding(key: str, name: str, text: str) -> Finding:
-    return Finding(
-        rule=ALIAS,
-        key=key,
-        message=f"{name} is read as {key}",
-        hint=f"write {key}=",
-        severity=Severity.warning,
-        source=text,
-    )
-
-
-def _given_twice_finding(name: str, earlier: str, text: str) -> Finding:
-    return Finding(
-        rule=GIVEN_TWICE,
-        key=name,
-        message=f"{earlier} has no effect: {text} comes after it",
-        hint=f"keep one {name}=",
-        severity=Severity.warning,
-        source=text,
-    )
+def _warning(rule: str, key: str, message: str, hint: str, source: str) -> Finding:
+    severity = Severity.warning
+    return Finding(rule=rule, key=key, message=message, hint=hint, severity=severity, source=source)
 
 
 MOST_RUNS = 1000
@@ -285,34 +271,24 @@ def expand_sweep(overrides: Sequence[str]) -> list[SweepPoint]:
 
 def _sweep_values(text: str) -> tuple[list[str], bool]:
     """Return the override with each of its values, and whether it has several."""
-    parsed = _parse_leniently(text)
-    if parsed is None or not parsed.is_sweep_override():
-        return [text], False
-    if not parsed.is_discrete_sweep():
-        raise _invalid_sweep_finding(
-            text, "an interval has no list of values", "write them: KEY=1,2,3"
-        )
-    key = parsed.get_key_element()
-    try:
-        return [f"{key}={value}" for value in parsed.sweep_string_iterator()], True
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise _invalid_sweep_finding(
-            text, str(error).splitlines()[0], "write the values: KEY=1,2,3"
-        ) from None
-
-
-def _parse_leniently(text: str) -> Any:
-    """Parse by Hydra's grammar; None for an override that composition will refuse."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        return OverridesParser.create().parse_override(text)
-    except (HydraException, ValueError, RecursionError):
-        return None
+        parsed = OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError, RecursionError):  # composition will refuse it
+        return [text], False
+    if not parsed.is_sweep_override():
+        return [text], False
+    if not parsed.is_discrete_sweep():
+        raise _sweep_error(text, "an interval has no list of values", "write them: KEY=1,2,3")
+    key = parsed.get_key_element()
+    try:
+        return [f"{key}={value}" for value in parsed.sweep_string_iterator()], True
+    except (ValueError, TypeError, NotImplementedError) as error:
+        message = str(error).splitlines()[0]
+        raise _sweep_error(text, message, "write the values: KEY=1,2,3") from None
 
 
-def _invalid_sweep_finding(text: str, message: str, hint: str) -> TrainctlError:
-    return TrainctlError.from_findings(
-        [Finding(rule=SYNTAX, message=f"{text}: {message}", hint=hint, source=text)]
-    )
+def _sweep_error(text: str, message: str, hint: str) -> TrainctlError:
+    return TrainctlError.from_findings([_syntax_finding(text, f"{text}: {message}", hint)])

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
+F = TypeVar("F", bound="Spec")
 
 SHIPPED = Path(__file__).parents[1] / "options"
 ENTRY_POINTS = "trainctl.options"
@@ -315,6 +317,21 @@ def part_class(part: Any, kind: str) -> type:
         part: Base class of all such sections; its `units` names the group.
     """
     return make_dataclass(part.__name__, [], bases=(part, section_class(part.units, kind)))
+
+
+def spec_lookup(section: type[S], spec: type[F]) -> Callable[[S], F]:
+    """Return the function that returns the specification of the kind of a section.
+
+    That function raises a `TrainctlError` if the package that provides the kind is not installed
+    here.
+    """
+
+    def spec_of(configured: Any) -> F:
+        found = load_spec(configured.units, kind_of(configured))
+        assert isinstance(found, spec)
+        return found
+
+    return spec_of
 
 
 def own_fields(cls: Any) -> tuple[Field[Any], ...]:

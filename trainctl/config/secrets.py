@@ -11,6 +11,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from trainctl.config.suggest import words
 from trainctl.errors import ExitCode, TrainctlError
 
 REDACTED = "redacted"
@@ -19,52 +20,14 @@ ENVIRONMENT = "launcher.environment"
 SECRET_LISTS = ("logging.alerts.urls",)
 """Lists of strings that are always secret."""
 
-PLAIN_VARIABLES = (
-    "ACCELERATE_*",
-    "CC",
-    "CUBLAS_*",
-    "CUDA_*",
-    "CUDNN_*",
-    "CXX",
-    "DEEPSPEED_*",
-    "DS_*",
-    "FI_*",
-    "GLOO_*",
-    "GOMP_*",
-    "HF_HOME",
-    "HF_HUB_*",
-    "HIP_*",
-    "HSA_*",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "KMP_*",
-    "LANG",
-    "LC_*",
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "MALLOC_*",
-    "MAX_JOBS",
-    "MKL_*",
-    "NCCL_*",
-    "NO_PROXY",
-    "NVIDIA_*",
-    "OMPI_*",
-    "OMP_*",
-    "OPENBLAS_*",
-    "PATH",
-    "PYTHON*",
-    "PYTORCH_*",
-    "RCCL_*",
-    "ROCR_*",
-    "TMPDIR",
-    "TOKENIZERS_PARALLELISM",
-    "TORCH*",
-    "TRAINCTL_*",
-    "TRANSFORMERS_*",
-    "TRITON_*",
-    "TZ",
-    "UCX_*",
-    "XDG_*",
+PLAIN_VARIABLES = words(
+    """
+    ACCELERATE_* CC CUBLAS_* CUDA_* CUDNN_* CXX DEEPSPEED_* DS_* FI_* GLOO_* GOMP_* HF_HOME
+    HF_HUB_* HIP_* HSA_* HTTP_PROXY HTTPS_PROXY KMP_* LANG LC_* LD_LIBRARY_PATH LD_PRELOAD
+    MALLOC_* MAX_JOBS MKL_* NCCL_* NO_PROXY NVIDIA_* OMPI_* OMP_* OPENBLAS_* PATH PYTHON*
+    PYTORCH_* RCCL_* ROCR_* TMPDIR TOKENIZERS_PARALLELISM TORCH* TRAINCTL_* TRANSFORMERS_*
+    TRITON_* TZ UCX_* XDG_*
+    """
 )
 """Variables of libraries and systems (globs) whose values are not secret, unless a word in the
 name says otherwise. `launcher.plain_environment` adds to them.

@@ -21,7 +21,7 @@ from trainctl.config.layers import Layer
 from trainctl.config.literal_secrets import literal_secrets
 from trainctl.config.registry import kind_of, load_spec, unit_groups, user_option_file
 from trainctl.config.schema import RunConfig
-from trainctl.config.suggest import did_you_mean, nearest_names
+from trainctl.config.suggest import did_you_mean, nearest_names, words
 from trainctl.errors import Finding, Severity, TrainctlError
 
 if TYPE_CHECKING:
@@ -31,38 +31,17 @@ NO_SCRIPT, NO_FUNCTION, NOT_TOGETHER, NOT_APPLIED = "TC116", "TC117", "TC118", "
 
 WORDS = "the words after --"
 
-TRAINERS_OWN = (
-    "callbacks",
-    "checkpoint",
-    "data",
-    "gradients",
-    "launcher.heartbeat_seconds",
-    "launcher.interrupt_grace_seconds",
-    "launcher.slow_phase_seconds",
-    "launcher.stop_grace_seconds",
-    "launcher.straggler_factor",
-    "logging.profile_steps",
-    "model.factory",
-    "model.initial_weights",
-    "model.mup",
-    "model.mup_base_head_dim",
-    "model.mup_base_width",
-    "model.weights",
-    "objective",
-    "schedule",
-    "stability",
-    "tokenizer",
-    "training.batch_ramp",
-    "training.evaluate_every_steps",
-    "training.evaluation_samples",
-    "training.sample_prompt",
-    "training.sample_prompts",
-    "training.sample_tokens",
-    "training.seed",
-    "training.stop_after_steps",
-    "training.stop_min_delta",
-    "training.stop_patience",
-    "training.time_limit_minutes",
+TRAINERS_OWN = words(
+    """
+    callbacks checkpoint data gradients launcher.heartbeat_seconds
+    launcher.interrupt_grace_seconds launcher.slow_phase_seconds launcher.stop_grace_seconds
+    launcher.straggler_factor logging.profile_steps model.factory model.initial_weights
+    model.mup model.mup_base_head_dim model.mup_base_width model.weights objective schedule
+    stability tokenizer training.batch_ramp training.evaluate_every_steps
+    training.evaluation_samples training.sample_prompt training.sample_prompts
+    training.sample_tokens training.seed training.stop_after_steps training.stop_min_delta
+    training.stop_patience training.time_limit_minutes
+    """
 )
 """Keys and sections that only trainctl's own trainer uses."""
 

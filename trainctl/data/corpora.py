@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.schema import DataConfig, RunConfig
+from trainctl.config.schema import DataConfig, DataExecutor, RunConfig
 from trainctl.data.cache_files import ignore_message
 from trainctl.data.corpus import CorpusBuilder, build_users_corpus, can_tokenize_in_parts
 from trainctl.data.corpus_record import Corpus
+from trainctl.data.executors import executor_of
 from trainctl.data.streaming.corpora import open_remote_corpora
 from trainctl.data.tasks import PreparationProgress, Progress, ignore_progress
 from trainctl.data.tokenizer import Tokenizer
@@ -85,8 +86,8 @@ def build_corpora(
 ) -> Corpora:
     """Return the corpora of a run, each from the cache if it is there. Sources are built in turn.
 
-    `users_folder` is the run's folder for the texts of `data.factory`. The other arguments are as
-    in `CorpusBuilder`.
+    `users_folder` is the run's folder for the texts of `data.factory`, `workers` as in
+    `executor_of`. The other arguments are as in `CorpusBuilder`.
     """
     if config.data.factory is not None:
         assert users_folder is not None
@@ -94,7 +95,7 @@ def build_corpora(
         _require_text(made, "data.factory gives")
         return {SINGLE_SOURCE: made}
     found = {}
-    rest = {"notify": notify, "workers": workers}
+    rest = {"notify": notify, "executor": executor_of(config, workers)}
     for name, builder in _corpus_builders(config, tokenizer, progress, **rest):
         with naming_source(config.data, name):
             found[name] = builder.build()
@@ -131,6 +132,24 @@ def cached_corpora(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Corpus 
     return found
 
 
+def prepared_corpora(config: RunConfig, tokenizer: Tokenizer) -> Corpora:
+    """Return each source's corpus from the cache. No text is read.
+
+    Raises:
+        TrainctlError: The corpus of a source is not there (exit code 5).
+    """
+    found = {}
+    for name, corpus in cached_corpora(config, tokenizer).items():
+        if corpus is None:
+            raise TrainctlError(
+                f"the text of {name} is not prepared",
+                hint="trainctl data prepare, with the same words",
+                exit_code=ExitCode.run_state,
+            )
+        found[name] = corpus
+    return found
+
+
 def tokenize_shares(
     config: RunConfig,
     tokenizer: Tokenizer,
@@ -150,14 +169,20 @@ def tokenize_shares(
         TrainctlError: As `build_corpora`; or a source's text cannot be divided into tasks.
     """
     left = 0
-    for name, builder in _corpus_builders(config, tokenizer, progress, workers=workers):
+    executor = executor_of(config, workers)
+    for name, builder in _corpus_builders(config, tokenizer, progress, executor=executor):
         with naming_source(config.data, name):
             left += builder.tokenize_share(*share)
     return left
 
 
 def tokenize_unclaimed(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Tokenize tasks that no process has claimed yet, for a process that assembles the corpora."""
+    """Tokenize tasks that no process has claimed yet, for a process that assembles the corpora.
+
+    An executor with machines of its own needs no such help.
+    """
+    if config.data.executor is not DataExecutor.local:
+        return
     for _, builder in _corpus_builders(config, tokenizer):
         if builder.cached() is None and can_tokenize_in_parts(builder.config):
             builder.tokenize_share(1, 1)
@@ -238,7 +263,7 @@ def changed_sources(corpora: Mapping[str, Corpus], manifest: Mapping[str, Any]) 
     return [
         name
         for name, digest in digests.items()
-        if digest and name in corpora and not corpora[name].has_digest(digest)
+        if digest and name in corpora and digest != corpora[name].digest
     ]
 
 
@@ -254,31 +279,15 @@ def require_unchanged_corpora(corpora: Mapping[str, Corpus], path: Path) -> Corp
     if not path.is_file():
         return dict(corpora)
     before = load_recorded_corpora(path)
-    return {
-        **before,
-        **{
-            name: _require_same_corpus(name, corpus, before[name]) if name in before else corpus
-            for name, corpus in corpora.items()
-        },
-    }
-
-
-def _require_same_corpus(name: str, corpus: Corpus, before: Corpus) -> Corpus:
-    if not corpus.continues(before):
-        hint = "restore the files, or start a new run from this run's weights"
-        if before.format < corpus.format and corpus.held_out.tokens > before.held_out.tokens == 0:
-            hint = (
-                "data.held_out_fraction=0: when it started, nothing of a single file was held out"
+    for name, corpus in corpora.items():
+        if name in before and corpus.digest != before[name].digest:
+            which = "corpus" if name == SINGLE_SOURCE else f"corpus of data.sources.{name}"
+            raise TrainctlError(
+                f"the {which} is not the one that this run started with",
+                hint="restore the files, or start a new run from this run's weights",
+                exit_code=ExitCode.run_state,
             )
-        which = "corpus" if name == SINGLE_SOURCE else f"corpus of data.sources.{name}"
-        raise TrainctlError(
-            f"the {which} is not the one that this run started with",
-            hint=hint,
-            exit_code=ExitCode.run_state,
-        )
-    former = before.digest if before.format < corpus.format else before.former_digest
-    kept = corpus if before.train.ends else corpus.as_without_ends()
-    return replace(kept, former_digest=former)
+    return {**before, **corpora}
 
 
 def unigram_entropy(corpora: Mapping[str, Corpus]) -> float:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.registry import function_of
-from trainctl.config.schema import DataConfig, Packing, TokenizerConfig
+from trainctl.config.schema import DataConfig, TokenizerConfig
 from trainctl.data.cache_files import cache_folder, ignore_message, lock_folder
 from trainctl.data.corpus_record import FORMAT, Corpus, Split, read_corpus
 from trainctl.data.corpus_writer import (
     bad_text,
-    migrate_corpus,
     store_chunks,
     tokenize_chunks,
     write_corpus,
@@ -33,6 +32,8 @@ from trainctl.data.document_selection import (
     select_training_documents,
     selection_digest,
 )
+from trainctl.data.executors import Executor
+from trainctl.data.executors.local import INLINE, LOCAL, LocalExecutor
 from trainctl.data.pretokenized_corpus import chunks_in_place
 from trainctl.data.prompts import KeptRecords
 from trainctl.data.store import DamagedPart, TokenStore, files_in_order
@@ -75,9 +76,8 @@ class CorpusBuilder:
     notify: Notify = ignore_message
     """Called for each problem of the cache."""
     tokenizer_section: TokenizerConfig | None = None
-    """Section for worker processes to load; None does all work in this process."""
-    workers: int | None = None
-    """Number of processes; None uses one per core."""
+    """Section for other processes to load; None does all work in this process."""
+    executor: Executor = LOCAL
 
     def build(self) -> Corpus:
         """Return the corpus, from the cache if the same files were tokenized before.
@@ -98,7 +98,7 @@ class CorpusBuilder:
             return self._load_or_write(self._write_in_place)
         if not can_tokenize_in_parts(self.config):
             return self._load_or_write(self._write_in_one_process)
-        found, problem = _read_with_ends(self.folder, self._needs_ends)
+        found, problem = read_corpus(self.folder)
         if found is not None:
             return found
         if not problem:
@@ -116,8 +116,7 @@ class CorpusBuilder:
         if spec_of(self.config).is_prepared or spec_of(self.config).is_tokenized:
             return self.build()
         file = self.folder / "corpus.json"
-        corpus = Corpus.load(file) if file.is_file() else None
-        return None if corpus and self._needs_ends and not corpus.train.ends else corpus
+        return Corpus.load(file) if file.is_file() else None
 
     def tokenize_share(self, number: int, count: int) -> int:
         """Tokenize share `number` (from 1) of `count` without assembling the corpus.
@@ -152,7 +151,7 @@ class CorpusBuilder:
             sources = sources_of(self.run_data).items()
             every = {name: (section, split_files(section)) for name, section in sources}
             selection = [self.name, selection_digest(self.run_data, every)]
-        key = _digest_of_parts([str(FORMAT), *self._key_parts, *selection])
+        key = digest_of("\n".join([str(FORMAT), *self._key_parts, *selection]))[:24]
         return cache_folder() / f"corpus-{key}"
 
     @cached_property
@@ -176,18 +175,17 @@ class CorpusBuilder:
         store = TokenStore.of(cache_folder(), self.config, encoder)
         return store, store.tasks(self._all_files)
 
-    @property
-    def _needs_ends(self) -> bool:
-        """Whether training on the source needs document ends, which older corpora lack."""
-        return self.run_data.packing is not Packing.stream or bool(self.config.fim_rate)
-
     def _run_tasks(self, store: TokenStore, tasks: Sequence[Task]) -> None:
         run_tasks(
-            store, tasks, section=self.tokenizer_section, workers=self.workers, show=self.progress
+            store,
+            tasks,
+            executor=self.executor,
+            section=self.tokenizer_section,
+            show=self.progress,
         )
 
     def _load_or_write(self, write: Callable[[], None]) -> Corpus:
-        return _load_or_write(self.folder, write, self.notify, self._needs_ends)
+        return _load_or_write(self.folder, write, self.notify)
 
     def _write_in_place(self) -> None:
         """Write only the index of existing token files."""
@@ -195,7 +193,6 @@ class CorpusBuilder:
         write_corpus(self.folder, self.tokenizer, chunks, BadText, self._all_files)
 
     def _write_in_one_process(self) -> None:
-        self._mention_format_1()
         reader = Reader(self.config)
         texts = (
             (split, each.text) for split, each in split_documents(self.config, self.files, reader)
@@ -205,7 +202,6 @@ class CorpusBuilder:
 
     def _write_from_store(self) -> None:
         """Assemble the corpus from the store, and repair damaged parts of the store first."""
-        self._mention_format_1()
         store, tasks = self._store_and_tasks
         for _ in range(_MOST_REPAIRS):
             self._run_tasks(store, tasks)
@@ -247,28 +243,28 @@ class CorpusBuilder:
                 self._run_tasks(store, tasks)
                 sources.append(TokenizedSource(name, section, store, tasks, builder.files))
         columns = columns_folder(cache_folder(), self.run_data, sources)
-        workers = 1 if self.tokenizer_section is None else self.workers
+        executor = INLINE if self.tokenizer_section is None else self.executor
         with lock_folder(columns, self.notify):
             return select_training_documents(
-                self.run_data, sources, columns, workers=workers, show=self.progress
-            )
-
-    def _mention_format_1(self) -> None:
-        key = _digest_of_parts(["1", *self._key_parts[:-2]])
-        old = cache_folder() / f"corpus-{key}"
-        if (old / "corpus.json").is_file():
-            self.notify(
-                f"{old} has this text in an older format: tokenizing it again; nothing of "
-                "this version needs the folder"
+                self.run_data, sources, columns, executor=executor, show=self.progress
             )
 
 
 def build_corpus(
-    config: DataConfig, tokenizer: Tokenizer, *, run_data: DataConfig | None = None, **rest: Any
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    run_data: DataConfig | None = None,
+    workers: int | None = None,
+    **rest: Any,
 ) -> Corpus:
-    """Return the corpus of a section; `rest` are further fields of `CorpusBuilder`."""
-    builder = CorpusBuilder(config=config, tokenizer=tokenizer, run_data=run_data or config, **rest)
-    return builder.build()
+    """Return the corpus of a section, prepared on this machine.
+
+    `workers` are the processes, as in `LocalExecutor`; `rest` are further fields of
+    `CorpusBuilder`.
+    """
+    rest = {"run_data": run_data or config, "executor": LocalExecutor(workers), **rest}
+    return CorpusBuilder(config=config, tokenizer=tokenizer, **rest).build()
 
 
 def can_tokenize_in_parts(config: DataConfig) -> bool:
@@ -317,27 +313,15 @@ def build_users_corpus(
             folder, tokenizer, tokenize_chunks(texts, encoder, progress), lambda: reader.bad
         )
 
-    with lock_folder(folder, notify):
-        migrate_corpus(folder, notify)
     return _load_or_write(folder, write, notify)
 
 
-def _read_with_ends(folder: Path, needs_ends: bool = False) -> tuple[Corpus | None, str]:
-    """Call `read_corpus`, and treat a corpus without required document ends as damaged."""
-    corpus, problem = read_corpus(folder)
-    if corpus is not None and needs_ends and not corpus.train.ends:
-        return None, "it does not say where documents end"
-    return corpus, problem
-
-
-def _load_or_write(
-    folder: Path, write: Callable[[], None], notify: Notify, needs_ends: bool = False
-) -> Corpus:
+def _load_or_write(folder: Path, write: Callable[[], None], notify: Notify) -> Corpus:
     """Return the corpus of a folder, and write it first if it is missing or damaged."""
-    corpus, _ = _read_with_ends(folder, needs_ends)
+    corpus, _ = read_corpus(folder)
     if corpus is None:
         with lock_folder(folder, notify):  # another launch may be writing it
-            corpus, problem = _read_with_ends(folder, needs_ends)
+            corpus, problem = read_corpus(folder)
             if corpus is None:
                 if problem:
                     notify(f"{folder} is damaged ({problem}): tokenizing the text again")
@@ -366,7 +350,3 @@ def _users_texts(config: DataConfig, split: str, reader: Reader) -> Iterator[str
             hint="it is called as function(config, split) and gives the split's texts",
             exit_code=ExitCode.training_failed,
         ) from error
-
-
-def _digest_of_parts(parts: Sequence[str]) -> str:
-    return digest_of("\n".join(parts))[:24]

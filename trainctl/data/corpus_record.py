@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,7 @@ class Split:
     blocks: tuple[int, ...] = ()
     """CRC-32 of each `BLOCK_BYTES` of the token file, in order."""
     ends: str = ""
-    """Name of the file of document ends: u64, little endian, tokens of the split up to each
-    end. Empty if the corpus was made before this file existed.
-    """
+    """Name of the file of document ends: u64, little endian, tokens of the split up to each end."""
     ends_blocks: tuple[int, ...] = ()
     origin: str = ""
     """Name of the file with the `ORIGIN` of each document; empty if origins are unknown."""
@@ -75,8 +74,7 @@ class Split:
         """Yield each file of the split with its size in bytes and its block checksums."""
         if not self.in_place:
             yield self.file, self.tokens * np.dtype(dtype).itemsize, self.blocks
-        if self.ends:
-            yield self.ends, self.documents * np.dtype(ENDS).itemsize, self.ends_blocks
+        yield self.ends, self.documents * np.dtype(ENDS).itemsize, self.ends_blocks
         if self.origin:
             yield self.origin, self.documents * ORIGIN.itemsize, self.origin_blocks
         if self.targets:
@@ -105,7 +103,7 @@ class Corpus:
     bad_text: dict[str, Any] = field(default_factory=dict)
     """Numbers of repaired and of skipped documents, with examples; empty if there are none."""
     former_digest: str = ""
-    """Digest of the same tokens in format 1, for a run that started with format 1."""
+    """Empty; records have the key."""
     format: int = FORMAT
     is_marked: bool = False
     """Whether ids carry loss marks (`data.token_arrays`)."""
@@ -141,52 +139,31 @@ class Corpus:
         """
         if split.in_place:
             return JoinedSpans(split.in_place)
-        return self._mapped(split, split.file, self.dtype, split.tokens, in_order)
+        return self._mapped(split, split.file, self.dtype, split.tokens, in_order=in_order)
 
-    def ends(self, split: Split) -> npt.NDArray[np.uint64] | None:
-        """Return the end of each document in tokens, shape (documents,), memory-mapped.
-
-        None for a corpus made before ends were stored: only the end-of-document id separates
-        documents.
-        """
-        if not split.ends:
-            return None
-        return self._mapped(split, split.ends, ENDS, split.documents, in_order=False)
+    def ends(self, split: Split) -> npt.NDArray[np.uint64]:
+        """Return the end of each document in tokens, shape (documents,), memory-mapped."""
+        return self._mapped(split, split.ends, ENDS, split.documents)
 
     def origin(self, split: Split) -> npt.NDArray[Any] | None:
         """Return the `ORIGIN` of each document, (documents,), memory-mapped; None if unknown."""
-        if not split.origin:
-            return None
-        return self._mapped(split, split.origin, ORIGIN, split.documents, in_order=False)
+        return self._mapped(split, split.origin, ORIGIN, split.documents) if split.origin else None
 
     def targets(self, split: Split) -> npt.NDArray[np.float32] | None:
         """Return the targets of each document, (documents, width), memory-mapped; None without."""
         if not split.targets:
             return None
         size = split.documents * split.target_width
-        found = self._mapped(split, split.targets, TARGET, size, in_order=False)
-        return found.reshape(-1, split.target_width)
+        return self._mapped(split, split.targets, TARGET, size).reshape(-1, split.target_width)
 
     def records(self, split: Split) -> npt.NDArray[np.uint8] | None:
         """Return the bytes of the file with a line for each document; None if there is none."""
-        if not split.records:
-            return None
-        return self._mapped(split, split.records, "u1", split.records_bytes, in_order=False)
-
-    def as_without_ends(self) -> Corpus:
-        """Return a copy without document ends and origins, as in an older corpus."""
-        nothing: dict[str, Any] = {
-            **{"ends": "", "ends_blocks": ()},
-            **{"origin": "", "origin_blocks": ()},
-        }
-        return replace(
-            self,
-            train=replace(self.train, **nothing),
-            held_out=replace(self.held_out, **nothing),
+        return (
+            self._mapped(split, split.records, "u1", split.records_bytes) if split.records else None
         )
 
     def _mapped(
-        self, split: Split, file: str, dtype: Any, length: int, in_order: bool
+        self, split: Split, file: str, dtype: Any, length: int, *, in_order: bool = False
     ) -> npt.NDArray[Any]:
         if length == 0:
             return np.empty(0, dtype=dtype)
@@ -205,32 +182,11 @@ class Corpus:
         This reads all of the files once.
         """
         for split in splits or (self.train, self.held_out):
-            found = self._size_problem(split) or self._checksum_problem(split)
-            found = found or next(filter(None, (span.problem() for span in split.in_place)), "")
-            if found:
+            blocks = (self._block_problem(name, sums) for name, _, sums in split.files(self.dtype))
+            spans = (span.problem() for span in split.in_place)
+            if found := self._size_problem(split) or next(filter(None, chain(blocks, spans)), ""):
                 return found
         return ""
-
-    def has_digest(self, digest: str) -> bool:
-        """Return True if a digest recorded earlier in this run identifies this corpus."""
-        return digest in (self.digest, self.former_digest or self.digest)
-
-    def continues(self, before: Corpus) -> bool:
-        """Return True if a run that started with the corpus `before` can continue with this one."""
-        if before.format >= FORMAT:
-            return before.digest == self.digest
-        sizes = [(split.tokens, split.documents) for split in (self.train, self.held_out)]
-        was = [(split.tokens, split.documents) for split in (before.train, before.held_out)]
-        return sizes == was and before.digest == self.digest_of_format_1()
-
-    def digest_of_format_1(self) -> str:
-        """Return the SHA-256 of both token files concatenated, the digest of format 1."""
-        digest = hashlib.sha256()
-        for split in (self.held_out, self.train):
-            with (Path(self.folder) / split.file).open("rb") as stream:
-                for block in read_blocks(stream):
-                    digest.update(block)
-        return digest.hexdigest()
 
     def _size_problem(self, split: Split) -> str:
         for name, size, _ in split.files(self.dtype):
@@ -242,12 +198,6 @@ class Corpus:
                 return f"{name} has {found:,} bytes, not {size:,}"
         is_gone = split.origin and not (Path(self.folder) / FILES).is_file()
         return f"{FILES} is not there" if is_gone else ""
-
-    def _checksum_problem(self, split: Split) -> str:
-        problems = (
-            self._block_problem(name, blocks) for name, _, blocks in split.files(self.dtype)
-        )
-        return next(filter(None, problems), "")
 
     def _block_problem(self, name: str, blocks: tuple[int, ...]) -> str:
         """Describe which blocks of a file fail their checksum; empty if none does."""
@@ -273,9 +223,10 @@ class Corpus:
         Raises:
             ValueError, TypeError or KeyError: The record is invalid.
         """
+        if record.get("format") != FORMAT:
+            raise ValueError(f"its format is {record.get('format')}, not {FORMAT}")
         splits = {name: _parse_split(record[name]) for name in ("train", "held_out")}
-        classes = tuple(record.get("classes", ()))
-        return cls(**{"format": 1, **record, **splits, "classes": classes})
+        return cls(**{**record, **splits, "classes": tuple(record.get("classes", ()))})
 
     @classmethod
     def load(cls, path: Path) -> Corpus:
@@ -331,6 +282,8 @@ def digest_of_splits(corpus: Corpus) -> str:
 
 
 def _parse_split(data: dict[str, Any]) -> Split:
+    if not data["ends"]:
+        raise ValueError("it does not say where documents end")
     blocks = {name: tuple(data.get(name, ())) for name in _BLOCKS}
     spans = tuple(Span(**span) for span in data.get("in_place", ()))
     return Split(**{**data, **blocks, "in_place": spans})

@@ -21,12 +21,10 @@ from trainctl.data.corpus_record import (
     BLOCK_BYTES,
     ENDS,
     FILES,
-    FORMAT,
     ORIGIN,
     Corpus,
     Split,
     digest_of_splits,
-    read_blocks,
 )
 from trainctl.data.store import StorePart, TokenStore, files_in_order, shift_line_number
 from trainctl.data.targets import NO_TARGETS, TARGET, TargetLayout
@@ -124,23 +122,14 @@ def _write_temporary(
     vocab_size = tokenizer.vocab_size
     dtype = dtype_for(marked_vocab_size(vocab_size) if is_marked else vocab_size)
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    has = {"origin": has_origin, "targets": targets.width, "records": keeps_records}
+    endings = ["bin", "ends", *(ending for ending, is_there in has.items() if is_there)]
     with ExitStack() as stack:
-
-        def opened(name: str) -> _CheckedFile:
-            return stack.enter_context(_checked_file(temporary / name, folder))
-
-        splits = {
-            split: _SplitWriter(
-                split,
-                opened(f"{split}.bin"),
-                opened(f"{split}.ends"),
-                opened(f"{split}.origin") if has_origin else None,
-                opened(f"{split}.targets") if targets.width else None,
-                targets.width,
-                opened(f"{split}.records") if keeps_records else None,
-            )
-            for split in ("train", "held_out")
-        }
+        splits = {}
+        for split in ("train", "held_out"):
+            paths = {ending: temporary / f"{split}.{ending}" for ending in endings}
+            files = {e: stack.enter_context(_checked_file(p, folder)) for e, p in paths.items()}
+            splits[split] = _SplitWriter(split, files, targets.width)
         for chunk in store_chunks:
             splits[chunk.split].add(chunk, dtype)
             if chunk.split == "train":
@@ -205,12 +194,9 @@ class _SplitWriter:
     """One split of a corpus while it is written."""
 
     name: str
-    ids: _CheckedFile
-    ends: _CheckedFile
-    origin: _CheckedFile | None
-    targets: _CheckedFile | None
+    files: Mapping[str, _CheckedFile]
+    """Files by their endings: bin, ends, and origin, targets and records if the corpus has them."""
     target_width: int
-    records: _CheckedFile | None
     records_bytes: int = 0
     tokens: int = 0
     documents: int = 0
@@ -222,50 +208,45 @@ class _SplitWriter:
             self.spans.append(chunk.span)
         else:
             ids = np.ascontiguousarray(chunk.ids, dtype=dtype)
-            self.ids.write(ids.view(np.uint8).data)
-        self.ends.write(memoryview((chunk.ends + self.tokens).astype(ENDS).tobytes()))
-        if self.origin is not None:
+            self.files["bin"].write(ids.view(np.uint8).data)
+        self.files["ends"].write(memoryview((chunk.ends + self.tokens).astype(ENDS).tobytes()))
+        if "origin" in self.files:
             found = np.empty(len(chunk.ends), dtype=ORIGIN)
             found["file"], found["line"] = chunk.files, chunk.lines
-            self.origin.write(memoryview(found.tobytes()))
-        if self.targets is not None:
+            self.files["origin"].write(memoryview(found.tobytes()))
+        if "targets" in self.files:
             assert chunk.targets is not None
-            self.targets.write(memoryview(chunk.targets.astype(TARGET).tobytes()))
-        if self.records is not None:
-            self.records.write(memoryview(chunk.records))
+            self.files["targets"].write(memoryview(chunk.targets.astype(TARGET).tobytes()))
+        if "records" in self.files:
+            self.files["records"].write(memoryview(chunk.records))
             self.records_bytes += len(chunk.records)
         self.tokens += len(chunk.ids) if chunk.span is None else chunk.span.tokens
         self.documents += len(chunk.ends)
 
     def finish(self) -> Split:
         """Sync the files and return the record of the split."""
-        for file in (self.ids, self.ends, self.origin, self.targets, self.records):
-            if file is not None:
-                file.finish()
-        in_place = tuple(self.spans)
-        digest = self.ids.sha256.hexdigest()
-        if in_place:
-            digest = digest_of_spans(in_place, self.ends.sha256.hexdigest())
-        beside = [file.sha256.digest() for file in (self.targets, self.records) if file is not None]
+        for file in self.files.values():
+            file.finish()
+        sums = {ending: file.sha256 for ending, file in self.files.items()}
+        digest = sums["bin"].hexdigest()
+        if self.spans:
+            digest = digest_of_spans(self.spans, sums["ends"].hexdigest())
+        beside = [sums[ending].digest() for ending in ("targets", "records") if ending in sums]
         if beside:
-            digest = hashlib.sha256(b"".join([self.ids.sha256.digest(), *beside])).hexdigest()
+            digest = hashlib.sha256(b"".join([sums["bin"].digest(), *beside])).hexdigest()
+        ids, *others = self.files
+        columns: dict[str, Any] = {ending: f"{self.name}.{ending}" for ending in others}
+        columns |= {f"{ending}_blocks": tuple(self.files[ending].blocks) for ending in others}
         return Split(
-            f"{self.name}.bin" if not in_place else "",
-            self.tokens,
-            self.documents,
-            digest,
-            tuple(self.ids.blocks),
-            f"{self.name}.ends",
-            tuple(self.ends.blocks),
-            f"{self.name}.origin" if self.origin is not None else "",
-            tuple(self.origin.blocks) if self.origin is not None else (),
-            in_place,
-            f"{self.name}.targets" if self.targets is not None else "",
-            tuple(self.targets.blocks) if self.targets is not None else (),
-            self.target_width,
-            f"{self.name}.records" if self.records is not None else "",
-            tuple(self.records.blocks) if self.records is not None else (),
-            self.records_bytes,
+            file="" if self.spans else f"{self.name}.{ids}",
+            tokens=self.tokens,
+            documents=self.documents,
+            sha256=digest,
+            blocks=tuple(self.files[ids].blocks),
+            in_place=tuple(self.spans),
+            target_width=self.target_width,
+            records_bytes=self.records_bytes,
+            **columns,
         )
 
 
@@ -278,34 +259,6 @@ def _checked_file(path: Path, folder: Path) -> Iterator[_CheckedFile]:
     finally:
         with suppress(OSError):  # a full disk, already reported
             stream.close()
-
-
-def migrate_corpus(folder: Path, notify: Callable[[str], None]) -> None:
-    """Add today's checksums to a corpus of format 1, if it matches its digest."""
-    record = folder / "corpus.json"
-    if not record.is_file():
-        return
-    old = replace(Corpus.load(record), folder=str(folder))
-    if old.format >= FORMAT or old.digest != old.digest_of_format_1():
-        return
-    new = replace(
-        old,
-        train=_with_checksums(folder, old.train),
-        held_out=_with_checksums(folder, old.held_out),
-        format=FORMAT,
-    )
-    notify(f"{folder} is in an older format: giving it checksums")
-    with convert_write_errors(folder):
-        write_json(record, replace(new, digest=digest_of_splits(new)).to_plain())
-
-
-def _with_checksums(folder: Path, split: Split) -> Split:
-    digest, blocks = hashlib.sha256(), []
-    with (folder / split.file).open("rb") as stream:
-        for block in read_blocks(stream):
-            digest.update(block)
-            blocks.append(zlib.crc32(block))
-    return replace(split, sha256=digest.hexdigest(), blocks=tuple(blocks))
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:

@@ -22,12 +22,13 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, Dedup
 from trainctl.data.corpus_writer import held_out_masks
+from trainctl.data.executors import Executor
+from trainctl.data.executors.local import INLINE
 from trainctl.data.quality.batches import Bool, Entry
 from trainctl.data.quality.columns import PartToMeasure
 from trainctl.data.quality.decide import select_documents
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import TokenStore, read_documents
-from trainctl.data.task_workers import worker_count
 from trainctl.data.tasks import PreparationMeter, Progress, Task, ignore_progress
 from trainctl.errors import TrainctlError
 from trainctl.options.data import document_identity, read_section
@@ -126,7 +127,7 @@ def select_training_documents(
     sources: Sequence[TokenizedSource],
     folder: Path,
     *,
-    workers: int | None = None,
+    executor: Executor = INLINE,
     show: Progress = ignore_progress,
 ) -> KeptDocuments:
     """Apply the rules to all sources and return the documents that stay.
@@ -135,8 +136,6 @@ def select_training_documents(
 
     Args:
         run_data: The run's `data` section: deduplication, precedence, held-out sets.
-        workers: Number of processes; None uses as many as are worth their start, up to one per
-            core.
 
     Raises:
         DamagedPart: A part of a store is not what was written.
@@ -173,8 +172,9 @@ def select_training_documents(
         held_out=_held_out_texts(run_data, task_of, protected),
         held_out_identity=_held_out_identity(run_data, parts, protected),
         protected=lambda part: protected[part.source, part.name],
-        processes=worker_count([task for each in sources for task in each.tasks], workers),
-        done=lambda part: meter.task(task_of[part.source, part.name][1].size),
+        executor=executor,
+        memory=run_data.sort_bytes,
+        done=lambda part: meter.task(part.size),
     )
     return _keep_selected(selection, task_of, protected, sources)
 
@@ -193,6 +193,7 @@ def _part_to_measure(
         identity=" ".join((content, *filter_digests(source.config))),
         read=partial(_documents_of_task, to_plain(source.config), task.to_plain()),
         order=order,
+        size=task.size,
     )
 
 
@@ -311,6 +312,15 @@ def _dropped_examples(
     named |= {each.like[:2] for each in every if each.like is not None}
     return {
         "examples": {reason: [asdict(each) for each in some] for reason, some in by_reason.items()},
-        "sections": {at[0]: to_plain(task_of[at][0].config) for at in named},
+        "sections": {at[0]: _reading_settings(task_of[at][0].config) for at in named},
         "parts": [[*at, task_of[at][1].to_plain()] for at in sorted(named)],
+    }
+
+
+def _reading_settings(section: DataConfig) -> dict[str, Any]:
+    """Return the keys of a section without those that say where the text is prepared."""
+    return {
+        name: value
+        for name, value in to_plain(section).items()
+        if not name.startswith("executor") and name != "sort_bytes"
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import RunConfig
-from trainctl.data.corpora import cached_corpora
+from trainctl.data.corpora import prepared_corpora
 from trainctl.data.document_selection import DROPPED
 from trainctl.data.quality.contamination import words_from
 from trainctl.data.quality.selection import (
@@ -57,13 +57,7 @@ def dropped_by_source(config: RunConfig) -> Iterator[dict[str, Any]]:
             hint="data.dedup, data.filters and data.decontaminate leave some out",
         )
     tokenizer = load_tokenizer(config.tokenizer)
-    for name, corpus in cached_corpora(config, tokenizer).items():
-        if corpus is None:
-            raise TrainctlError(
-                f"the text of {name} is not prepared",
-                hint="trainctl data prepare, with the same words",
-                exit_code=ExitCode.run_state,
-            )
+    for corpus in prepared_corpora(config, tokenizer).values():
         found = read_dropped(Path(corpus.folder))
         if found is not None:  # a single document is left as it is
             yield found
@@ -145,7 +139,7 @@ def describe_examples(
                 reason=reason,
                 document=where,
                 why=_removal_in_words(reason, each, like),
-                excerpt=_excerpt(each, text),
+                excerpt=words_from(text, each.word) if each.word is not None else _shorten(text),
                 like=like,
                 other=_shorten(other),
             )
@@ -163,10 +157,6 @@ def _removal_in_words(reason: str, example: Example, like: str) -> str:
         return f"{value:.0f} n-grams of held-out texts"
     what = f"{value:g}" if example.value is not None else "what is no finite number"
     return f"{reason.partition('.')[0]}: {what} is beyond {reason.partition('.')[2]}"
-
-
-def _excerpt(example: Example, text: str) -> str:
-    return words_from(text, example.word) if example.word is not None else _shorten(text)
 
 
 def _shorten(text: str) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import RunConfig
-from trainctl.data.permutation import Words, derive_key, splitmix64
+from trainctl.data.permutation import Words, derive_key, splitmix64, unit_interval
 from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.errors import TrainctlError
@@ -75,7 +75,7 @@ class Infilling:
         numbers = np.stack([derive_key(chosen, n) for n in range(_RANDOM)], axis=1)
         for document, of_it in zip(documents.tolist(), numbers, strict=True):
             begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
-            if end > begin and _unit_interval(of_it[0]) < self.rate:
+            if end > begin and unit_interval(of_it[0]) < self.rate:
                 closed = int(tokens[end - 1 : end][0]) == self.end_of_document
                 at = begin
                 for part in self.parts(end - begin - closed, of_it):
@@ -102,14 +102,9 @@ class Infilling:
             return (range(length),)
         low, high = sorted(int(number) % (kept + 1) for number in numbers[2:])
         prefix, middle, suffix = range(low), range(low, high), range(high, kept)
-        if _unit_interval(numbers[1]) < self.spm_rate:
+        if unit_interval(numbers[1]) < self.spm_rate:
             return self.prefix, self.suffix, suffix, self.middle, prefix, middle
         return self.prefix, prefix, self.suffix, suffix, self.middle, middle
-
-
-def _unit_interval(number: np.uint64) -> float:
-    """Map a 64-bit number to [0, 1)."""
-    return (int(number) >> 11) / (1 << 53)
 
 
 def infilling_settings(config: RunConfig, name: str) -> Infilling | None:

@@ -41,7 +41,6 @@ from trainctl.data.cache_files import (
 )
 from trainctl.data.corpus_record import Corpus, Split
 from trainctl.data.token_arrays import LossMask
-from trainctl.data.tokenized import ends_by_id
 from trainctl.errors import TrainctlError
 from trainctl.options.data import SampleKind, spec_of
 from trainctl.readers.files import digest_of
@@ -107,23 +106,14 @@ def document_pieces(ends: npt.NDArray[np.integer], length: int) -> Pieces:
     return Pieces(starts, np.minimum(np.repeat(ends, counts) - starts, length))
 
 
-@dataclass(frozen=True, slots=True)
-class ConversationPieces:
-    """Conversations to pack, with the numbers of those changed or left out."""
-
-    pieces: Pieces
-    """One piece per kept conversation; its beginning if the conversation is too long."""
-    counts: dict[str, int]
-    """Number of conversations, and numbers cut and left out by reason."""
-
-
 def conversation_pieces(
     ends: npt.NDArray[np.integer], length: int, loss_mask: LossMask, *, cuts: bool
-) -> ConversationPieces:
-    """Return each conversation as one piece; conversations that are too long are cut or left out.
+) -> tuple[Pieces, dict[str, int]]:
+    """Return each kept conversation as one piece, and the numbers of those cut and left out.
 
-    A cut conversation is left out too if no token of its beginning has a loss. So is a conversation
-    that its template could not render, which has no token.
+    Conversations that are too long are cut to their beginning, or left out. A cut conversation is
+    left out too if no token of its beginning has a loss. So is a conversation that its template
+    could not render, which has no token.
 
     Args:
         cuts: Whether to keep the beginning of conversations that are too long.
@@ -142,13 +132,7 @@ def conversation_pieces(
         "dropped_nothing_left": len(left) - sum(left),
         "dropped_unwritten": int((lengths == 0).sum()),
     }
-    return ConversationPieces(Pieces(starts[stays], np.minimum(lengths[stays], length)), counts)
-
-
-def one_bin_per_piece(pieces: Pieces) -> Bins:
-    """Return one bin per piece, in the order of the text."""
-    firsts = np.arange(len(pieces.starts) + 1, dtype=np.int64)
-    return Bins(pieces.starts, pieces.lengths, firsts)
+    return Pieces(starts[stays], np.minimum(lengths[stays], length)), counts
 
 
 def answer_bins(
@@ -272,7 +256,6 @@ def load_bins(
         "digest": corpus.digest,
         "side": "train" if split == corpus.train else "held_out",
         "length": length,
-        **({} if split.ends else {"ends": "by id"}),
         **({"on_too_long": config.data.on_too_long.value} if corpus.is_marked else {}),
         **({"each": "alone"} if _has_records(config) else {}),
     }
@@ -302,7 +285,7 @@ def _has_records(config: RunConfig) -> bool:
 
 
 def _pack_split(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
-    length, ends = longest_record(config), _document_ends(corpus, split)
+    length, ends = longest_record(config), corpus.ends(split)
     loss_mask = corpus.loss_mask(split)
     if loss_mask is None:
         return pack_pieces(document_pieces(ends, length), length)
@@ -314,9 +297,11 @@ def _pack_split(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
         problem += " of another record"
     else:
         cuts = config.data.on_too_long is OnTooLong.cut
-        found = conversation_pieces(ends, length, loss_mask, cuts=cuts)
-        bins = one_bin_per_piece(found.pieces) if is_record else pack_pieces(found.pieces, length)
-        counts = found.counts
+        pieces, counts = conversation_pieces(ends, length, loss_mask, cuts=cuts)
+        if is_record:  # each piece is a bin
+            bins = Bins(pieces.starts, pieces.lengths, np.arange(len(pieces.starts) + 1))
+        else:
+            bins = pack_pieces(pieces, length)
         longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
         problem = f"a {what} has {longest:,} tokens"
     if is_error and counts["dropped_too_long"]:
@@ -363,16 +348,6 @@ def describe_packing(counts: Mapping[str, int], held_out: int) -> str:
     parts = [f"{counts[reason]:,} {what}" for reason, what in reasons.items() if counts[reason]]
     splits = f"{counts['conversations']:,} conversations to train on, {held_out:,} held out"
     return "; ".join([splits, *parts])
-
-
-def _document_ends(corpus: Corpus, split: Split) -> npt.NDArray[np.integer]:
-    ends = corpus.ends(split)
-    if ends is not None:
-        return ends
-    tokens = corpus.tokens(split)[: split.tokens]  # corpora of older versions store no ends
-    if corpus.end_of_document is None:
-        return np.array([split.tokens][: split.tokens], dtype=np.int64)
-    return ends_by_id(tokens, corpus.end_of_document)
 
 
 def _write_bins(folder: Path, bins: Bins, of: dict[str, Any]) -> None:

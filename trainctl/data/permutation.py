@@ -53,6 +53,11 @@ def derive_key(key: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
     return made
 
 
+def unit_interval(words: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Map 64-bit numbers to [0, 1)."""
+    return (np.asarray(words, dtype=np.uint64) >> np.uint64(11)) / (1 << 53)
+
+
 def _cycle_walk(
     values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, *, backward: bool
 ) -> Integers:

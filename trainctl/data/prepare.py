@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from trainctl.config.schema import Packing, RunConfig
 from trainctl.data.corpora import (
     Corpora,
     build_corpora,
@@ -48,7 +47,6 @@ def prepare(
     """
     corpora = build_plan_corpora(plan, notify, show, users_folder=run.users_corpus)
     kept = require_unchanged_corpora(corpora, run.corpus)
-    _check_ends(plan.config, kept)
     check_shard_caches(plan.config, corpora)
     save_corpora(run.corpus, kept)
 
@@ -136,26 +134,6 @@ def _check_length(plan: RunPlan, corpora: Corpora, notify: Callable[[str], None]
         )
 
 
-def _check_ends(config: RunConfig, corpora: Corpora) -> None:
-    """Check that a run of a corpus without document ends does not need them.
-
-    Raises:
-        TrainctlError: The run would pack or rearrange documents (exit code 5).
-    """
-    for name, section in sources_of(config.data).items():
-        needs = [
-            *(["data.packing=best_fit"] if config.data.packing is Packing.best_fit else []),
-            *(["fim_rate"] if section.fim_rate else []),
-        ]
-        if needs and not corpora[name].train.ends:
-            raise TrainctlError(
-                f"{' and '.join(needs)} would need to know where documents end, which was not kept "
-                "yet when this run was started",
-                hint="leave it out, or start a new run from this run's weights",
-                exit_code=ExitCode.run_state,
-            )
-
-
 def load_run_corpora(plan: RunPlan, run: RunPaths) -> Corpora:
     """Return the corpora of a launched run, tokenized again if the cache has lost one.
 
@@ -180,7 +158,7 @@ def load_run_corpora(plan: RunPlan, run: RunPaths) -> Corpora:
     if not any(corpus.problem() for corpus in before.values()):
         return before
     again = build()
-    if not all(corpus.continues(before[name]) for name, corpus in again.items()):
+    if not all(corpus.digest == before[name].digest for name, corpus in again.items()):
         raise TrainctlError(
             "the text of this run is not there any more, neither in the cache nor in its files",
             hint="restore the files",

@@ -22,7 +22,6 @@ from trainctl.data.mixture import sample_order
 from trainctl.data.packing import load_bins, packed_token_count
 from trainctl.data.sample_reader import SampleReader
 from trainctl.data.targets import name_targets
-from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.data import spec_of
@@ -34,13 +33,8 @@ from trainctl.readers.files import TextFiles, split_files
 from trainctl.readers.remote import File, is_url
 from trainctl.runs.records import Event, step_curve
 
-Ends = Sequence[int] | npt.NDArray[np.uint64]
-"""End of each document (exclusive), ascending."""
-
 MOST_SAMPLES = 1000
 """Maximum number of samples shown at once."""
-_CHUNK = 1 << 24
-"""Tokens searched for ends of documents at a time."""
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -48,10 +42,8 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 class Passage:
     """The part of a sample that belongs to one document."""
 
-    document: int | None
-    """Number of the document in the training split, from 0; None if documents are not
-    separated.
-    """
+    document: int
+    """Number of the document in the training split, from 0."""
     file: str | None
     line: int | None
     """Line or row of the file, from 1; None if the file is one document."""
@@ -173,9 +165,7 @@ def read_samples(
         name, length = order.names[source], int(lengths[number])
         corpus = corpora[name]
         if name not in texts:
-            mine = found.source == source
-            limit = int(((found.index[mine] + 1) * lengths[mine]).max())
-            texts[name] = training_text(plan, corpus, name, limit)
+            texts[name] = training_text(plan, corpus, name)
         if (name, length) not in readers:
             bins = load_bins(plan.config, corpus, corpus.train)
             infilling = infilling_settings(plan.config, name)
@@ -233,10 +223,9 @@ def common_document(batches: Sequence[Sequence[Sample]]) -> tuple[str, Passage] 
     for number, batch in enumerate(batches):
         for sample in batch:
             for passage in sample.passages:
-                if passage.document is not None:
-                    key = sample.source, passage.document
-                    within, _, times = found.get(key, (set(), passage, 0))
-                    found[key] = within | {number}, passage, times + 1
+                key = sample.source, passage.document
+                within, _, times = found.get(key, (set(), passage, 0))
+                found[key] = within | {number}, passage, times + 1
     everywhere = [
         (times, source, passage)
         for (source, _), (within, passage, times) in found.items()
@@ -264,28 +253,21 @@ def _loss_mask_runs(
             yield ChatStretch(text, bool(has_loss[first]))
 
 
-def training_text(
-    plan: RunPlan, corpus: Corpus, source: str, limit: int | None = None
-) -> TrainingText:
-    """Return the training text of a source; `limit` tokens of it are searched, None for all."""
+def training_text(plan: RunPlan, corpus: Corpus, source: str) -> TrainingText:
+    """Return the training text of a source."""
     from_function = plan.config.data.factory is not None
-    section = None if from_function else sources_of(plan.config.data)[source]
-    return TrainingText(corpus, section, corpus.train.tokens if limit is None else limit)
+    return TrainingText(corpus, None if from_function else sources_of(plan.config.data)[source])
 
 
 class TrainingText:
     """Training text of a source: `tokens`, and the `ends` of documents.
 
-    `config` is the source's section, None if a function gave the texts. `ends` is None if documents
-    are not separated. At most `limit` tokens are searched for ends if the corpus has not stored
-    them.
+    `config` is the source's section, None if a function gave the texts.
     """
 
-    def __init__(self, corpus: Corpus, config: DataConfig | None, limit: int) -> None:
+    def __init__(self, corpus: Corpus, config: DataConfig | None) -> None:
         self.tokens = corpus.tokens(corpus.train)
-        self.ends: Ends | None = corpus.ends(corpus.train)
-        if self.ends is None:
-            self.ends = _ends_of_documents(self.tokens, corpus.end_of_document, limit)
+        self.ends = corpus.ends(corpus.train)
         self._places: _StoredOrigins | _FilePlaces | None = None
         if corpus.train.origin:
             self._places = _StoredOrigins(corpus)
@@ -297,25 +279,8 @@ class TrainingText:
         return self._places.find(document) if self._places else (None, None)
 
 
-def _ends_of_documents(tokens: Tokens, end_of_document: int | None, limit: int) -> list[int] | None:
-    """Find the end of each document up to a limit; None if documents are not separated.
-
-    This is for a corpus made before document ends were stored.
-    """
-    if end_of_document is None:
-        return None
-    found = [
-        np.flatnonzero(tokens[start : min(start + _CHUNK, limit)] == end_of_document) + start + 1
-        for start in range(0, limit, _CHUNK)
-    ]
-    return [int(end) for end in np.concatenate(found)]
-
-
 def _sample_passages(text: TrainingText, first: int, last: int) -> Iterator[Passage]:
     ends = text.ends
-    if ends is None:
-        yield Passage(None, None, None, first, last)
-        return
     number = bisect_right(ends, first)
     inside = [int(end) for end in ends[number : bisect_right(ends, last - 1)]]
     for document, (start, end) in enumerate(pairwise([first, *inside, last]), number):

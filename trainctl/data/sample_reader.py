@@ -97,7 +97,6 @@ class SampleReader:
     def prompt(self, index: int) -> Prompt:
         """Return the prompt of a sample, in a corpus of prompts."""
         assert self._records is not None
-        assert self._ends is not None
         ((start, end),) = self.pieces(index)
         document = int(np.searchsorted(self._ends, self._ends.dtype.type(start), side="right"))
         return self._records.prompt(document, self._tokens[start:end])
@@ -142,12 +141,10 @@ class SampleReader:
     def _read_ids(self, row: npt.NDArray[np.int64], start: int, epoch: int) -> None:
         row[:] = self._tokens[start : start + len(row)]
         if self._infilling is not None:
-            assert self._ends is not None
             self._infilling.apply(row, start, self._tokens, self._ends, epoch)
 
     def _read_bin(self, rows: SampleBatch, number: int, index: int, epoch: int) -> None:
         """Write the sample of bin `index` into row `number`."""
-        assert self._ends is not None
         row, at = rows.tokens[number], 0
         for start, end in self.pieces(index):
             size = end - start
@@ -180,11 +177,7 @@ class SampleReader:
             ignored[len(ignored) - is_whole :] = True
 
     def _find_ends(self, rows: SampleBatch, starts: npt.NDArray[np.int64]) -> None:
-        """Mark the last token of each document; none if the corpus does not know the ends."""
-        if self._ends is None:  # corpora of older versions store no ends
-            if self._end_of_document is not None:
-                rows.ends[:] = rows.tokens[:, :-1] == self._end_of_document
-            return
+        """Mark the last token of each document."""
         bounds = np.stack([starts, starts + self._length]).astype(self._ends.dtype)
         firsts, lasts = np.searchsorted(self._ends, bounds, side="right")
         for row, start, first, last in zip(rows.ends, starts, firsts, lasts, strict=True):

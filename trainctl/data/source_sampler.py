@@ -22,13 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.permutation import Integers, Words, derive_key, permute, splitmix64, unpermute
-from trainctl.plans.mixture import samples_in
+from trainctl.plans.mixture import SINGLE_SOURCE, samples_in
 
 SHARD_TOKENS = 1 << 26
 """Tokens of a shard, which is fetched and shuffled as one piece."""
-
-SINGLE_SOURCE = "data"
-"""Name of the source of a run that has only one, `data.kind`."""
 
 Permutation = Callable[[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], Integers]
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import RunConfig
-from trainctl.data.corpora import cached_corpora
+from trainctl.data.cache_files import cache_folder
+from trainctl.data.corpora import prepared_corpora
+from trainctl.data.corpus_record import Corpus
+from trainctl.data.executors import Executor, ExecutorTask, executor_of, require_results
 from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import TrainctlError
 from trainctl.plans.mixture import sources_of
 
 PERCENTILES = (10, 50, 90, 99)
@@ -36,6 +44,8 @@ class SourceText:
     ends: npt.NDArray[np.uint64]
     held_out_documents: int
     held_out_tokens: int
+    record: Path | None = None
+    """`corpus.json` of the text, for tasks in other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +74,19 @@ class SourceStatistics:
 def corpus_statistics(
     config: RunConfig, progress: Progress = lambda done, total: None
 ) -> dict[str, SourceStatistics]:
-    """Compute statistics of the tokenized text of each source of a configuration.
+    """Compute statistics of the tokenized text of each source, on the executor of a configuration.
 
     Raises:
-        TrainctlError: A source is not tokenized, or its corpus has no ends of documents (exit code
-            5); or its text is not in files of its own (`data.factory`, `data=stream`).
+        TrainctlError: A source is not tokenized (exit code 5), or its text is not in files of its
+            own (`data.factory`, `data=stream`).
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    return statistics_of(_source_texts(config, tokenizer), tokenizer.decode, progress)
+    texts = _source_texts(config, tokenizer)
+    with TemporaryDirectory(
+        prefix="statistics-", dir=cache_folder(), ignore_cleanup_errors=True
+    ) as folder:
+        hashes = _hash_in_tasks(texts, executor_of(config), Path(folder), progress)
+    return statistics_of(texts, tokenizer.decode, hashes)
 
 
 def _source_texts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceText]:
@@ -85,55 +100,92 @@ def _source_texts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceTe
                 hint="trainctl data stats of the configuration that it was prepared with",
             )
     found = {}
-    for name, corpus in cached_corpora(config, tokenizer).items():
-        if corpus is None:
-            raise TrainctlError(
-                f"the text of {name} is not prepared",
-                hint="trainctl data prepare, with the same words",
-                exit_code=ExitCode.run_state,
-            )
+    for name, corpus in prepared_corpora(config, tokenizer).items():
         ends = corpus.ends(corpus.train)
-        if ends is None:
-            raise TrainctlError(
-                f"{corpus.folder} does not say where documents end: it is of before that",
-                hint="once no run reads it, remove the folder, and trainctl data prepare",
-                exit_code=ExitCode.run_state,
-            )
         held_out = corpus.held_out
         tokens = corpus.tokens(corpus.train)
-        found[name] = SourceText(tokens, ends, held_out.documents, held_out.tokens)
+        record = Path(corpus.folder) / "corpus.json"
+        found[name] = SourceText(tokens, ends, held_out.documents, held_out.tokens, record)
     return found
+
+
+_RANGE_TOKENS = 1 << 26
+"""Tokens that one task reads."""
+
+
+def _hash_in_tasks(
+    sources: Mapping[str, SourceText], executor: Executor, folder: Path, progress: Progress
+) -> dict[str, Hashes]:
+    """Return the hashes of each source's documents, from tasks that write them to a folder."""
+    files: dict[str, list[Path]] = {}
+    tasks, sizes = [], {}
+    for number, (name, source) in enumerate(sources.items()):
+        assert source.record is not None
+        bounds = _bounds_of(source)
+        steps = np.arange(_RANGE_TOKENS, len(source.tokens), _RANGE_TOKENS)
+        edges = sorted({0, *np.searchsorted(bounds, steps).tolist(), len(bounds) - 1})
+        files[name] = []
+        for between in pairwise(edges):
+            file = folder / f"{number}-{between[0]}.npy"
+            files[name].append(file)
+            size = int(bounds[between[1]] - bounds[between[0]])
+            sizes[file.name] = size
+            tasks.append(
+                ExecutorTask(file.name, partial(_write_hashes, source.record, between, file), size)
+            )
+    whole = sum(sizes.values())
+
+    def done(task: ExecutorTask) -> None:
+        del sizes[task.name]
+        progress(whole - sum(sizes.values()), whole)
+
+    executor.run(tasks, done)
+    names = [task.name for task in tasks]
+    require_results(executor, names, lambda name: (folder / name).is_file(), folder)
+    return {
+        name: np.concatenate(
+            [np.empty(0, np.uint64), *(np.load(file, allow_pickle=False) for file in some)]
+        )
+        for name, some in files.items()
+    }
+
+
+def _write_hashes(record: Path, between: tuple[int, int], file: Path) -> None:
+    corpus = Corpus.load(record)
+    source = SourceText(corpus.tokens(corpus.train), corpus.ends(corpus.train), 0, 0)
+    bounds = _bounds_of(source)[between[0] : between[1] + 1]
+    temporary = file.with_suffix(f".{secrets.token_hex(4)}.tmp")
+    with temporary.open("wb") as stream:
+        np.save(stream, document_hashes(source.tokens, bounds))
+    temporary.replace(file)
+
+
+def _bounds_of(source: SourceText) -> npt.NDArray[np.int64]:
+    """Return the bounds of the documents in tokens, [documents + 1]."""
+    return np.concatenate([[0], np.asarray(source.ends[:], dtype=np.int64)])
 
 
 def statistics_of(
     sources: Mapping[str, SourceText],
     decode: Decode,
-    progress: Progress = lambda done, total: None,
+    hashes: Mapping[str, Hashes],
 ) -> dict[str, SourceStatistics]:
-    """Compute statistics of each source. All tokens are read once, to find duplicates.
+    """Compute statistics of each source, with the hashes of its documents.
 
     A document is a copy if an earlier one of the same source, or of an earlier source in the
     mapping, has the same tokens.
     """
-    whole, before = sum(len(source.tokens) for source in sources.values()), 0
     found: dict[str, SourceStatistics] = {}
     seen: Hashes = np.empty(0, dtype=np.uint64)
     for name, source in sources.items():
-        bounds = np.concatenate([[0], np.asarray(source.ends[:], dtype=np.int64)])
-
-        def notify(done: int, before: int = before) -> None:
-            progress(before + done, whole)
-
-        every = np.concatenate([seen, _document_hashes(source.tokens, bounds, notify)])
+        every = np.concatenate([seen, hashes[name]])
         seen = np.unique(every)
-        found[name] = _statistics_of_source(source, bounds, decode, copies=len(every) - len(seen))
-        before += len(source.tokens)
+        found[name] = _statistics_of_source(source, decode, copies=len(every) - len(seen))
     return found
 
 
-def _statistics_of_source(
-    source: SourceText, bounds: npt.NDArray[np.int64], decode: Decode, *, copies: int
-) -> SourceStatistics:
+def _statistics_of_source(source: SourceText, decode: Decode, *, copies: int) -> SourceStatistics:
+    bounds = _bounds_of(source)
     lengths = np.diff(bounds)
     some = len(lengths) > 0
     levels = np.percentile(lengths, PERCENTILES, method="inverted_cdf") if some else ()
@@ -151,16 +203,13 @@ def _statistics_of_source(
     )
 
 
-def _document_hashes(
-    tokens: Tokens, bounds: npt.NDArray[np.int64], notify: Callable[[int], None]
-) -> Hashes:
+def document_hashes(tokens: Tokens, bounds: npt.NDArray[np.int64]) -> Hashes:
     """Return a 64-bit hash of the tokens of each document that is not empty."""
     found = []
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         if end > start:
             ids = np.ascontiguousarray(tokens[start:end], dtype=np.uint32)
             found.append(hashlib.blake2b(ids.tobytes(), digest_size=8).digest())
-        notify(end)
     return np.frombuffer(b"".join(found), dtype=np.uint64)
 
 

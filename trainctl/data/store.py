@@ -306,14 +306,12 @@ class TokenStore:
     def do(self, task: Task, progress: Callable[[int], None] = lambda _: None) -> None:
         """Make the part of a task, unless the same content has been tokenized before.
 
-        The process that holds the claim calls this. A process that has lost its claim meanwhile
-        does no harm.
+        Several processes may do one task: the first part counts, and the others are dropped.
 
         Raises:
             TrainctlError: A file cannot be read, has bad text or has changed; or the store cannot
                 be written (exit code 4).
         """
-        self._remove_leftovers(task)
         counts_lines = spec_of(self.config).counts_lines
         content, lines = _content_digest(task, counts_lines)
         part = self._part_folder(content)
@@ -354,12 +352,15 @@ class TokenStore:
     def finish(self, tasks: Sequence[Task]) -> None:
         """Remove what killed processes left of finished tasks."""
         claimed = {path.name.partition(".")[0] for path in (self.folder / "claims").iterdir()}
+        for name in ("parts", "tasks"):
+            claimed |= {path.name.split(".")[1] for path in (self.folder / name).glob(".*")}
         for task in tasks:
             if task.key in claimed:
                 self.claims.forget(task.key)
-                self._remove_leftovers(task)
+                self.remove_leftovers(task)
 
-    def _remove_leftovers(self, task: Task) -> None:
+    def remove_leftovers(self, task: Task) -> None:
+        """Remove what killed processes left of a task, which is finished or claimed."""
         for folder in (self.folder / "parts").glob(f".{task.key}.*"):
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.folder / "tasks").glob(f".{task.key}.json.*"):

@@ -1,39 +1,35 @@
-"""Do a store's tasks: in this process, in others of this machine, and beside other machines.
+"""Have a store's tasks done by an executor, and check the disk for them first.
 
-All of them do the same: take the next task that nobody has claimed, until every task is done. So
-there is no queue and no coordinator, and starting the same command on another machine helps.
+On one machine every process claims its task, so that the same command on another machine, or on
+another node of a launch, does other tasks. An executor with machines of its own gives each task to
+one process by itself.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from trainctl.config.codec import to_plain
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.registry import function_of
 from trainctl.config.schema import TokenizerConfig
+from trainctl.data.executors import Executor, ExecutorTask, require_results
+from trainctl.data.executors.local import INLINE, LocalExecutor
 from trainctl.data.store import DamagedPart, TokenStore
 from trainctl.data.tasks import PreparationMeter, Progress, Task, ignore_progress
-from trainctl.data.tokenizer import dtype_for
+from trainctl.data.tokenizer import dtype_for, encoder_of
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.data import read_section
 from trainctl.readers.documents import Reader
 from trainctl.readers.stream import is_compressed
-from trainctl.runs.processes import PARENT_VARIABLE
 
-_WORTH_A_PROCESS = 8 << 20
-"""Bytes of text per additional process: starting one takes as long as tokenizing some
-of them.
-"""
 _POLL_SECONDS = 0.2
 
 
@@ -41,157 +37,107 @@ def run_tasks(
     store: TokenStore,
     tasks: Sequence[Task],
     *,
+    executor: Executor = INLINE,
     section: TokenizerConfig | None = None,
-    workers: int | None = None,
     show: Progress = ignore_progress,
 ) -> None:
     """Have every task done; finished tasks are skipped.
 
     Args:
-        section: Tokenizer section for worker processes to load; None does all work in this process.
-        workers: Number of processes; None uses as many as are worth their start, up to one per
-            core.
+        section: Tokenizer section for other processes to load; None does all work in this process.
 
     Raises:
-        TrainctlError: As `TokenStore.do`; or the disk has too little space (exit code 4).
+        TrainctlError: As `TokenStore.do` and `Executor.run`; or the disk has too little space (exit
+            code 4).
     """
-    open_tasks = [task for task in tasks if not store.is_done(task)]
-    if open_tasks:
-        require_space(store, tasks, open_tasks)
-        count = worker_count(open_tasks, workers) if section is not None else 1
-        if count > 1 and section is not None:
-            _run_in_processes(store, open_tasks, section, count, show)
-        else:
-            run_unclaimed_tasks(store, open_tasks, show)
+    left = [task for task in tasks if not store.is_done(task)]
+    if left:
+        require_space(store, tasks, left)
+        _run_open_tasks(store, left, executor if section is not None else INLINE, section, show)
     store.finish(tasks)
 
 
-def run_unclaimed_tasks(
-    store: TokenStore, tasks: Sequence[Task], show: Progress = ignore_progress
+def _run_open_tasks(
+    store: TokenStore,
+    tasks: Sequence[Task],
+    executor: Executor,
+    section: TokenizerConfig | None,
+    show: Progress,
 ) -> None:
-    """Do unclaimed tasks in this process until all tasks are done, by any process."""
-    left = [task for task in tasks if not store.is_done(task)]
-    meter = PreparationMeter(sum(task.size for task in left), show)
+    """Run tasks until all are done, here or by another process that has claimed them."""
+    meter = PreparationMeter(sum(task.size for task in tasks), show)
+    left = {task.key: task for task in tasks}
+    sizes = [task.size for task in tasks]
+    is_inline = isinstance(executor, LocalExecutor) and executor.process_count(sizes) == 1
+    runner: Executor = INLINE if is_inline else executor
+    job = "" if is_inline else _job_text(store, section)
+
+    def call(task: Task) -> Callable[[], object]:
+        if runner is INLINE:
+            return partial(_do_if_unclaimed, store, task, meter.document)
+        return partial(tokenize_task, job, json.dumps(task.to_plain()), executor.is_shared)
+
+    def done(task: ExecutorTask) -> None:
+        if task.name in left and store.is_done(left[task.name]):
+            finished = left.pop(task.name)
+            meter.task(finished.size, 0 if runner is INLINE else store.documents_in(finished))
+
     while left:
         before = len(left)
-        for task in left:
-            if store.is_done(task):
-                continue
-            with store.claims.held(task.key) as is_ours:
-                if is_ours and not store.is_done(task):
-                    store.do(task, meter.document)
-                    meter.task(task.size)
-        left = [task for task in left if not store.is_done(task)]
-        if len(left) == before:
+        calls = [ExecutorTask(task.key, call(task), task.size) for task in left.values()]
+        runner.run(calls, done)
+        require_results(runner, list(left), lambda key: store.is_done(left[key]), store.folder)
+        for task in calls:
+            done(task)  # another process has done it meanwhile
+        is_stalled = len(left) == before
+        if is_stalled:
             time.sleep(_POLL_SECONDS)
+        # Where others have claimed all that is left, there is no work for new processes.
+        runner = INLINE if is_inline or is_stalled else executor
 
 
-def available_cores() -> int:
-    """Return the number of CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def worker_count(tasks: Sequence[Task], workers: int | None) -> int:
-    """Return the number of processes that are worth their start, at least 1.
-
-    `workers` is the number that the user wants; None means up to one per core.
-    """
-    if workers is not None:
-        return max(1, min(workers, len(tasks)))
-    size = sum(task.size for task in tasks)
-    return max(1, min(available_cores(), len(tasks), size // _WORTH_A_PROCESS))
-
-
-def _run_in_processes(
-    store: TokenStore, tasks: Sequence[Task], section: TokenizerConfig, count: int, show: Progress
+def _do_if_unclaimed(
+    store: TokenStore, task: Task, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Run worker processes until all tasks are done, and kill them on any error.
+    if not store.is_done(task):
+        with store.claims.held(task.key) as is_ours:
+            if is_ours and not store.is_done(task):
+                store.remove_leftovers(task)
+                store.do(task, progress)
 
-    They die with this process even if it is killed.
-    """
+
+def _job_text(store: TokenStore, section: TokenizerConfig | None) -> str:
+    """Return what every process needs to know of a store, as JSON."""
     job = {
         "folder": str(store.folder),
         "data": to_plain(store.config),
         "tokenizer": to_plain(section),
-        "tasks": [task.to_plain() for task in tasks],
     }
-    text = json.dumps(job).encode()
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        processes += (_start_workers(count) for _ in range(count))
-        for process in processes:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended: `_watch_workers` finds its exit code
-                process.stdin.write(text)
-                process.stdin.close()
-        _watch_workers(store, tasks, processes, show)
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):  # a dead process has not read its input
-                    assert pipe is not None
-                    pipe.close()
+    return json.dumps(job)
 
 
-def _start_workers(count: int) -> subprocess.Popen[bytes]:
-    threads = str(max(1, available_cores() // count))
-    environment = {
-        "RAYON_NUM_THREADS": threads,  # for the tokenizers library
-        **os.environ,
-        PARENT_VARIABLE: str(os.getpid()),
-    }
-    command = [sys.executable, "-P", "-m", "trainctl.data"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+def tokenize_task(job: str, task: str, is_assigned: bool) -> None:
+    """Do a task in another process than the one that planned it.
 
-
-def _watch_workers(
-    store: TokenStore,
-    tasks: Sequence[Task],
-    processes: Sequence[subprocess.Popen[bytes]],
-    show: Progress,
-) -> None:
-    """Report progress until all processes have ended without an error.
-
-    Raises:
-        TrainctlError: The error of a process; or a process was killed (exit code 4).
+    Args:
+        job: From `_job_text`.
+        task: `Task.to_plain` as JSON.
+        is_assigned: Whether no other process can have the task, so that it needs no claim.
     """
-    left = list(tasks)
-    meter = PreparationMeter(sum(task.size for task in left), show)
-    while True:
-        codes = [process.poll() for process in processes]
-        for process, code in zip(processes, codes, strict=True):
-            if code:
-                raise _process_error(process, code)
-        looked = time.monotonic()
-        done = [task for task in left if store.is_done(task)]
-        for task in done:
-            meter.task(task.size, store.documents_in(task))
-        keys = {task.key for task in done}
-        left = [task for task in left if task.key not in keys]
-        if all(code == 0 for code in codes):
-            return
-        # Checking 100,000 tasks takes a while and loads a shared disk: wait longer then.
-        time.sleep(max(_POLL_SECONDS, 10 * (time.monotonic() - looked)))
+    store, todo = _open_store(job), Task.from_plain(json.loads(task))
+    if not is_assigned:
+        _do_if_unclaimed(store, todo)
+    elif not store.is_done(todo):
+        store.do(todo)
 
 
-def _process_error(process: subprocess.Popen[bytes], code: int) -> TrainctlError:
-    assert process.stdout is not None
-    answer: dict[str, Any] = {}
-    with suppress(ValueError):
-        answer = json.loads(process.stdout.read())
-    if not answer:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return TrainctlError(
-            f"a process that tokenized {how}",
-            hint="start again: what it had finished is kept; fewer of them need less memory",
-            exit_code=ExitCode.environment,
-        )
-    exit_code = ExitCode(answer["exit_code"])
-    return TrainctlError(answer["message"], hint=answer["hint"], exit_code=exit_code)
+@lru_cache(maxsize=4)
+def _open_store(job: str) -> TokenStore:
+    plain = json.loads(job)
+    section = from_plain(TokenizerConfig, plain["tokenizer"])
+    data = read_section(plain["data"])
+    tokenizer = encoder_of(data, function_of("tokenizer", section.kind)(section))
+    return TokenStore(Path(plain["folder"]), data, tokenizer)
 
 
 _OF_A_DOCUMENT = 40
@@ -236,12 +182,9 @@ def _bytes_per_byte(store: TokenStore, tasks: Sequence[Task]) -> float:
         except DamagedPart:
             parts = []
         if parts:
-            return sum(_on_disk(part.folder) for part in parts) / size
+            files = (file for part in parts for file in part.folder.iterdir())
+            return sum(file.stat().st_size for file in files) / size
     return _sampled_write_ratio(store, tasks)
-
-
-def _on_disk(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def _sampled_write_ratio(store: TokenStore, tasks: Sequence[Task]) -> float:

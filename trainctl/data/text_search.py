@@ -78,8 +78,7 @@ def find_text(
     history = _History(plan, corpora, events)
     for name in names:
         text = training_text(plan, corpora[name], name)
-        ends = [0, len(text.tokens)] if text.ends is None else [0, *map(int, text.ends)]
-        for number, (start, end) in enumerate(pairwise(ends)):
+        for number, (start, end) in enumerate(pairwise([0, *map(int, text.ends)])):
             progress(before + end, whole)
             ids = text.tokens[start:end].tolist()
             found = tokenizer.decode(ids)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import RunConfig
-from trainctl.data.permutation import Words, derive_key, splitmix64
+from trainctl.data.permutation import Words, derive_key, splitmix64, unit_interval
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.objective.masked import MaskedConfig
@@ -59,19 +59,14 @@ class TokenMasking:
         numbers = derive_key(samples, np.arange(tokens.shape[1])[None])
         if self.kept_token is not None:
             can_hide = can_hide & (tokens != self.kept_token)
-        is_hidden = can_hide & (_unit_interval(derive_key(numbers, _CHOICE)) < self.rate)
-        kind = _unit_interval(derive_key(numbers, _KIND))
+        is_hidden = can_hide & (unit_interval(derive_key(numbers, _CHOICE)) < self.rate)
+        kind = unit_interval(derive_key(numbers, _KIND))
         drawn = derive_key(numbers, _TOKEN) % np.uint64(self.vocab_size)
         is_random = is_hidden & (kind >= self.mask_share)
         is_random &= kind < self.mask_share + self.random_share
         tokens[is_hidden & (kind < self.mask_share)] = self.mask_token
         tokens[is_random] = drawn[is_random].astype(np.int64)
         return is_hidden
-
-
-def _unit_interval(numbers: Words) -> npt.NDArray[np.float64]:
-    """Map 64-bit numbers to [0, 1)."""
-    return (numbers >> np.uint64(11)) / (1 << 53)
 
 
 def token_masking(config: RunConfig, name: str, *, held_out: bool = False) -> TokenMasking | None:

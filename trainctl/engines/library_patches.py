@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainctl.engines.patches import (
     ADAPTED,
+    ALWAYS,
     CHAT,
     EIGHT_BIT_MOMENTS,
     EXPERTS,
@@ -12,147 +13,156 @@ from trainctl.engines.patches import (
     MODULE,
     MUP,
     RECOMPUTED,
+    RING,
     SELECTIVE,
     SPARSE,
     TENSOR,
     ProcessKind,
     Table,
-    Use,
-    UseKind,
+    called,
+    extended,
+    needed,
+    read,
+    replaced,
 )
 
 _DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
 
 _TORCH_USES = (
-    Use(
-        target="torch.nn.modules.module:Module.register_parameter",
-        how=UseKind.replaced,
-        why="while a model is built, so that no parameter ever takes memory or time to initialise",
-        signature="(self, name, param)",
+    replaced(
+        "torch.nn.modules.module:Module.register_parameter(self, name, param)",
+        "while a model is built, so that no parameter ever takes memory or time to initialise",
         at=ProcessKind.model,
     ),
-    Use(
-        target="torch.nn.modules.module:Module.register_forward_hook",
-        how=UseKind.read,
-        why="a proof does not compare outputs that a hook of tensor parallelism exchanges",
-        contains="self._forward_hooks[handle.id] = hook",
-        names=("_forward_hooks",),
-        need=TENSOR,
+    *needed(
+        TENSOR,
+        read(
+            "torch.nn.modules.module:Module.register_forward_hook",
+            "a proof does not compare outputs that a hook of tensor parallelism exchanges",
+            contains="self._forward_hooks[handle.id] = hook",
+            names=("_forward_hooks",),
+        ),
+        extended(
+            "torch.nn.modules.linear:Linear.forward",
+            "a projection out of a tensor-parallel region adds its bias after the sum over ranks",
+            body="9b9e79ddd8dd",
+            names=("__class__",),
+        ),
+        extended(
+            "torch.nn.modules.sparse:Embedding.forward",
+            "a tensor-parallel rank looks up its own tokens",
+            body="c06f22dedf9d",
+            names=("__class__",),
+        ),
     ),
-    Use(
-        target="torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply",
-        how=UseKind.called,
-        why="shards that were put in the place of those on meta are padded and kept before the "
+    read(
+        "torch.distributed.distributed_c10d:get_process_group_ranks",
+        "when collectives do not end, a rank tells which process groups it is in",
+        contains="_world.pg_group_ranks",
+        names=("_world",),
+    ),
+    called(
+        "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply",
+        "shards that were put in the place of those on meta are padded and kept before the "
         "optimizer is told of them, not at the first forward pass",
         contains="fsdp_param.reset_sharded_param()",
         need=FSDP2,
     ),
-    Use(
-        target="torch.nn.modules.linear:Linear.forward",
-        how=UseKind.extended,
-        why="an adapter adds a product of two narrow matrices to what a linear layer gives",
+    extended(
+        "torch.nn.modules.linear:Linear.forward",
+        "an adapter adds a product of two narrow matrices to what a linear layer gives",
         body="9b9e79ddd8dd",
         names=("__class__",),
         need=ADAPTED,
     ),
-    Use(
-        target="torch.nn.modules.linear:Linear.forward",
-        how=UseKind.extended,
-        why="a projection out of a tensor-parallel region adds its bias after the sum over ranks",
-        body="9b9e79ddd8dd",
-        names=("__class__",),
-        need=TENSOR,
-    ),
-    Use(
-        target="torch.nn.modules.sparse:Embedding.forward",
-        how=UseKind.extended,
-        why="a tensor-parallel rank looks up its own tokens",
-        body="c06f22dedf9d",
-        names=("__class__",),
-        need=TENSOR,
-    ),
-    Use(
-        target="torch.nn.modules.linear:Linear.__init__",
-        how=UseKind.extended,
-        why="the output projection computes the loss, by Liger's kernel",
-        signature="(self, in_features, out_features, bias=True, device=None, dtype=None)",
+    extended(
+        "torch.nn.modules.linear:Linear.__init__"
+        "(self, in_features, out_features, bias=True, device=None, dtype=None)",
+        "the output projection computes the loss, by Liger's kernel",
         names=("__class__",),
         need=LIGER_LOSS,
     ),
-    Use(
-        target=f"{_DISPATCH}.__torch_dispatch__",
-        how=UseKind.extended,
-        why="what a block gives is kept or given back operation by operation: torch's own "
-        "selective checkpointing keeps a product together with what is added to it in place",
-        signature="(self, func, types, args=(), kwargs=None)",
-        names=("_python_dispatch",),
-        need=SELECTIVE,
+    *needed(
+        SELECTIVE,
+        extended(
+            f"{_DISPATCH}.__torch_dispatch__(self, func, types, args=(), kwargs=None)",
+            "what a block gives is kept or given back operation by operation: torch's own "
+            "selective checkpointing keeps a product together with what is added to it in place",
+            names=("_python_dispatch",),
+        ),
+        read(
+            "torch._ops:OpOverload.__init__",
+            "which tensors an operation writes to",
+            contains="self._schema = schema",
+            names=("_ops", "_schema"),
+        ),
+        called(
+            "torch.utils._pytree:tree_leaves(tree, is_leaf=None)",
+            "tensors among the arguments of an operation",
+            names=("_pytree",),
+        ),
+        called(
+            "torch.utils._pytree:tree_map_only(type_or_types_or_pred, /, func, tree, is_leaf=None)",
+            "tensors among the results of an operation",
+            names=("_pytree",),
+        ),
     ),
-    Use(
-        target="torch._ops:OpOverload.__init__",
-        how=UseKind.read,
-        why="which tensors an operation writes to",
-        contains="self._schema = schema",
-        names=("_ops", "_schema"),
-        need=SELECTIVE,
-    ),
-    Use(
-        target="torch.utils._pytree:tree_leaves",
-        how=UseKind.called,
-        why="tensors among the arguments of an operation",
-        signature="(tree, is_leaf=None)",
-        names=("_pytree",),
-        need=SELECTIVE,
-    ),
-    Use(
-        target="torch.utils._pytree:tree_map_only",
-        how=UseKind.called,
-        why="tensors among the results of an operation",
-        signature="(type_or_types_or_pred, /, func, tree, is_leaf=None)",
-        names=("_pytree",),
-        need=SELECTIVE,
-    ),
-    Use(
-        target=f"{_DISPATCH}.__init__",
-        how=UseKind.extended,
-        why="what a model saves for its backward pass is recorded operation by operation",
-        signature="(self, _dispatch_key=None)",
-        names=("_python_dispatch",),
+    *needed(
+        ALWAYS,
+        extended(
+            f"{_DISPATCH}.__init__(self, _dispatch_key=None)",
+            "what a model saves for its backward pass is recorded operation by operation",
+            names=("_python_dispatch",),
+        ),
+        called(
+            "torch._subclasses.fake_tensor:FakeTensorMode.__init__"
+            "(self, *, allow_fallback_kernels=True, allow_non_fake_inputs=False, "
+            "shape_env=None, static_shapes=None, export=False)",
+            "a model of any size is traced on tensors without values",
+            names=("_subclasses",),
+        ),
+        read(
+            "torch.storage:_StorageBase._cdata",
+            "tensors without values have no address to tell their storages apart by",
+            contains="_cdata",
+        ),
         at=ProcessKind.trace,
     ),
-    Use(
-        target="torch._subclasses.fake_tensor:FakeTensorMode.__init__",
-        how=UseKind.called,
-        why="a model of any size is traced on tensors without values",
-        signature="(self, *, allow_fallback_kernels=True, allow_non_fake_inputs=False, "
-        "shape_env=None, static_shapes=None, export=False)",
-        names=("_subclasses",),
+    *needed(
+        MODULE,
+        read(
+            "torch.autograd.function:FunctionMeta.__init__",
+            "the collectives of a module's tensor plan are found in its graph",
+            contains="{'_forward_cls': cls}",
+            names=("_forward_cls",),
+        ),
+        called(
+            "torch.testing._internal.distributed.fake_pg:FakeStore",
+            "a module is cut for tensor ranks in one process, whose collectives do nothing",
+            body="8b18fb25705f",
+            names=("_internal",),
+        ),
         at=ProcessKind.trace,
     ),
-    Use(
-        target="torch.storage:_StorageBase._cdata",
-        how=UseKind.read,
-        why="tensors without values have no address to tell their storages apart by",
-        contains="_cdata",
-        at=ProcessKind.trace,
-    ),
-    Use(
-        target="torch.autograd.function:FunctionMeta.__init__",
-        how=UseKind.read,
-        why="the collectives of a module's tensor plan are found in its graph",
-        contains="{'_forward_cls': cls}",
-        names=("_forward_cls",),
-        at=ProcessKind.trace,
-        need=MODULE,
-    ),
-    Use(
-        target="torch.testing._internal.distributed.fake_pg:FakeStore",
-        how=UseKind.called,
-        why="a module is cut for tensor ranks in one process, whose collectives do nothing",
-        body="8b18fb25705f",
-        names=("_internal",),
-        at=ProcessKind.trace,
-        need=MODULE,
+    *needed(
+        RING,
+        *(
+            called(
+                f"torch._meta_registrations:meta__scaled_dot_product_flash_{kernel}, scale=None)",
+                "ring attention merges blocks by the log-sum-exp that fused kernels return",
+                names=(f"_scaled_dot_product_flash_attention{name}",),
+            )
+            for name, kernel in {
+                "_for_cpu": "attention_for_cpu(query, key, value, dropout_p=0.0, is_causal=False, "
+                "attn_mask=None",
+                "_for_cpu_backward": "attention_for_cpu_backward(grad_out, query, key, value, out, "
+                "logsumexp, dropout_p, is_causal, attn_mask=None",
+                "": "attention(query, key, value, dropout_p=0.0, is_causal=False, "
+                "return_debug_mask=False",
+                "_backward": "backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, "
+                "cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset",
+            }.items()
+        ),
     ),
 )
 
@@ -164,207 +174,176 @@ _WHY = "moments in 8 bits are torchao's, in blocks that are counted from a param
 TORCHAO = Table(
     "torchao",
     ("0.18.0",),
-    (
-        Use(
-            target=f"{_QUANTISATION}:create_dynamic_map",
-            how=UseKind.called,
-            why=_WHY,
-            body="d9b060fa8ae9",
-            need=EIGHT_BIT_MOMENTS,
-        ),
-        Use(
-            target=f"{_QUANTISATION}:quantize_8bit_with_qmap",
-            how=UseKind.called,
-            why=_WHY,
-            signature="(input, qmap)",
-            need=EIGHT_BIT_MOMENTS,
-        ),
-        Use(
-            target=f"{_QUANTISATION}:dequant_with_qmap",
-            how=UseKind.called,
-            why=_WHY,
-            signature="(codes, qmap, scale)",
-            need=EIGHT_BIT_MOMENTS,
-        ),
+    needed(
+        EIGHT_BIT_MOMENTS,
+        called(f"{_QUANTISATION}:create_dynamic_map", _WHY, body="d9b060fa8ae9"),
+        called(f"{_QUANTISATION}:quantize_8bit_with_qmap(input, qmap)", _WHY),
+        called(f"{_QUANTISATION}:dequant_with_qmap(codes, qmap, scale)", _WHY),
     ),
 )
 
-_MODELS = "transformers.models"
-_ATTENTION = (
-    f"{_MODELS}.gpt2.modeling_gpt2:GPT2Attention",
-    f"{_MODELS}.llama.modeling_llama:LlamaAttention",
-    f"{_MODELS}.mistral.modeling_mistral:MistralAttention",
-    f"{_MODELS}.qwen3.modeling_qwen3:Qwen3Attention",
-)
-
 _TRANSFORMERS_USES = (
-    Use(
-        target="transformers.modeling_layers:GradientCheckpointingLayer",
-        how=UseKind.replaced,
-        why="a block is recomputed by trainctl's function, which decides what is kept meanwhile "
+    replaced(
+        "transformers.modeling_layers:GradientCheckpointingLayer",
+        "a block is recomputed by trainctl's function, which decides what is kept meanwhile "
         "and where",
         contains="self._gradient_checkpointing_func(partial(",
         names=("_gradient_checkpointing_func", "gradient_checkpointing"),
         need=RECOMPUTED,
     ),
-    Use(
-        target="transformers.configuration_utils:PreTrainedConfig._attn_implementation",
-        how=UseKind.read,
-        why="which attention a model of the user's has chosen: a flash kernel gets no mask, and "
-        "has to be told where documents begin",
-        signature="(self, value)",
+    *needed(
+        ALWAYS,
+        read(
+            "transformers.configuration_utils:PreTrainedConfig._attn_implementation(self, value)",
+            "which attention a model of the user's has chosen: a flash kernel gets no mask, and "
+            "has to be told where documents begin",
+        ),
+        called(
+            "transformers.conversion_mapping:get_model_conversion_mapping"
+            "(model, key_mapping=None, hf_quantizer=None, add_legacy=True)",
+            "published files have other names than a model in memory: transformers' own transforms",
+        ),
+        called(
+            "transformers.core_model_loading:rename_source_key(source_key, weight_renamings, "
+            "weight_converters, base_model_prefix=None, meta_state_dict=None, reverse=False)",
+            "what a tensor of published files becomes",
+        ),
+        called(
+            "transformers.core_model_loading:WeightConverter.convert(self, layer_name, model=None,"
+            " config=None, hf_quantizer=None, loading_info=None)",
+            "tensors of published files are joined by transformers' own operations",
+        ),
+        called(
+            "transformers.core_model_loading:WeightTransform.add_tensor"
+            "(self, target_key, source_key, source_pattern, future)",
+            "what a converter converts is given to it one by one",
+        ),
+        read(
+            "transformers.core_model_loading:revert_weight_conversion",
+            "an export is called as transformers calls what it saves: its order of transforms",
+            body="1a1468de89e0",
+            names=("apply_converters", "apply_renamings", "reverse_transform"),
+            fallback="exports may have other names than transformers gives its own",
+        ),
+        replaced(
+            "transformers.initialization:trunc_normal_",
+            "torch's own draws until all values fit, which has no parts",
+            contains="TORCH_INIT_FUNCTIONS['trunc_normal_'](tensor, mean=mean, std=std, a=a, b=b, "
+            "generator=generator)",
+            names=("TORCH_INIT_FUNCTIONS",),
+        ),
         at=ProcessKind.model,
     ),
-    Use(
-        target="transformers.pytorch_utils:Conv1D.forward",
-        how=UseKind.extended,
-        why="an adapter adds a product of two narrow matrices to what a linear layer gives",
-        body="91d0f5dc9a87",
-        names=("__class__",),
-        need=ADAPTED,
+    *needed(
+        ADAPTED,
+        extended(
+            "transformers.pytorch_utils:Conv1D.forward",
+            "an adapter adds a product of two narrow matrices to what a linear layer gives",
+            body="91d0f5dc9a87",
+            names=("__class__",),
+        ),
+        read(
+            "transformers.integrations.moe:_grouped_mm",
+            "experts with an adapter are multiplied by a sum of products, which stands in for the "
+            "tensor of their weights",
+            contains="torch.nn.functional.grouped_mm(input.to(weight.dtype), weight, offs=offs)",
+        ),
     ),
-    Use(
-        target="transformers.pytorch_utils:Conv1D.forward",
-        how=UseKind.extended,
-        why="a projection out of a tensor-parallel region adds its bias after the sum over ranks",
+    extended(
+        "transformers.pytorch_utils:Conv1D.forward",
+        "a projection out of a tensor-parallel region adds its bias after the sum over ranks",
         body="91d0f5dc9a87",
         names=("__class__",),
         need=TENSOR,
     ),
-    Use(
-        target="transformers.conversion_mapping:get_model_conversion_mapping",
-        how=UseKind.called,
-        why="published files have other names than a model in memory: transformers' own transforms",
-        signature="(model, key_mapping=None, hf_quantizer=None, add_legacy=True)",
-        at=ProcessKind.model,
-    ),
-    Use(
-        target="transformers.core_model_loading:rename_source_key",
-        how=UseKind.called,
-        why="what a tensor of published files becomes",
-        signature="(source_key, weight_renamings, weight_converters, base_model_prefix=None, "
-        "meta_state_dict=None, reverse=False)",
-        at=ProcessKind.model,
-    ),
-    Use(
-        target="transformers.core_model_loading:WeightConverter.convert",
-        how=UseKind.called,
-        why="tensors of published files are joined by transformers' own operations",
-        signature="(self, layer_name, model=None, config=None, hf_quantizer=None, "
-        "loading_info=None)",
-        at=ProcessKind.model,
-    ),
-    Use(
-        target="transformers.core_model_loading:WeightTransform.add_tensor",
-        how=UseKind.called,
-        why="what a converter converts is given to it one by one",
-        signature="(self, target_key, source_key, source_pattern, future)",
-        at=ProcessKind.model,
-    ),
-    Use(
-        target="transformers.core_model_loading:revert_weight_conversion",
-        how=UseKind.read,
-        why="an export is called as transformers calls what it saves: its order of transforms",
-        body="1a1468de89e0",
-        names=("apply_converters", "apply_renamings", "reverse_transform"),
-        at=ProcessKind.model,
-        fallback="exports may have other names than transformers gives its own",
-    ),
-    Use(
-        target="transformers.utils.chat_template_utils:render_jinja_template",
-        how=UseKind.called,
-        why="a conversation becomes the text that it is in transformers, with the places of what "
+    called(
+        "transformers.utils.chat_template_utils:render_jinja_template(conversations, tools=None, "
+        "documents=None, chat_template=None, return_assistant_tokens_mask=False, "
+        "continue_final_message=False, add_generation_prompt=False, **kwargs)",
+        "a conversation becomes the text that it is in transformers, with the places of what "
         "the assistant says",
-        signature="(conversations, tools=None, documents=None, chat_template=None, "
-        "return_assistant_tokens_mask=False, continue_final_message=False, "
-        "add_generation_prompt=False, **kwargs)",
-        at=ProcessKind.model,
         need=CHAT,
-    ),
-    Use(
-        target="transformers.modeling_utils:PreTrainedModel._init_weights",
-        how=UseKind.called,
-        why="a model's own code says how its parameters start; it is run on tensors without values",
-        signature="(self, module)",
-        at=ProcessKind.rank,
-    ),
-    Use(
-        target="transformers.initialization:trunc_normal_",
-        how=UseKind.replaced,
-        why="torch's own draws until all values fit, which has no parts",
-        contains="TORCH_INIT_FUNCTIONS['trunc_normal_'](tensor, mean=mean, std=std, a=a, b=b, "
-        "generator=generator)",
-        names=("TORCH_INIT_FUNCTIONS",),
         at=ProcessKind.model,
     ),
-    Use(
-        target="transformers.masking_utils:find_packed_sequence_indices",
-        how=UseKind.replaced,
-        why="a trace has no positions to find documents by",
-        signature="(position_ids)",
+    called(
+        "transformers.modeling_utils:PreTrainedModel._init_weights(self, module)",
+        "a model's own code says how its parameters start; it is run on tensors without values",
+    ),
+    *needed(
+        ALWAYS,
+        replaced(
+            "transformers.masking_utils:find_packed_sequence_indices(position_ids)",
+            "a trace has no positions to find documents by",
+        ),
+        replaced(
+            "transformers.integrations.moe:_can_use_grouped_mm(input, weight, offs)",
+            "torch's grouped product has shapes for tensors without values in bf16 only",
+        ),
+        read(
+            "transformers.modeling_utils:PreTrainedModel._is_stateful",
+            "which architectures carry a state from token to token, that documents would share",
+            contains="_is_stateful: bool = False",
+        ),
+        read(
+            "transformers.modeling_utils:PreTrainedModel._supports_sdpa",
+            "which attention an architecture can have, said before it is built",
+            contains="_supports_sdpa: bool = False",
+            fallback="the attention of a model is taken for one that it can have",
+        ),
+        read(
+            "transformers.modeling_utils:PreTrainedModel._supports_flash_attn",
+            "which attention an architecture can have, said before it is built",
+            contains="_supports_flash_attn: bool = False",
+            fallback="the attention of a model is taken for one that it can have",
+        ),
         at=ProcessKind.trace,
     ),
-    Use(
-        target="transformers.integrations.moe:use_experts_implementation",
-        how=UseKind.read,
-        why="a model's experts are found, and computed by trainctl's function, whose rows come "
-        "from all ranks of the expert axis",
-        contains="experts_interface.get_interface(self.config._experts_implementation, "
-        "original_forward)",
-        names=("_experts_implementation", "_is_expert_parallel", "num_experts", "expert_axis"),
+    *needed(
+        SPARSE,
+        read(
+            "transformers.integrations.moe:use_experts_implementation",
+            "a model's experts are found, and computed by trainctl's function, whose rows come "
+            "from all ranks of the expert axis",
+            contains="experts_interface.get_interface(self.config._experts_implementation, "
+            "original_forward)",
+            names=(
+                "_experts_implementation",
+                "_is_expert_parallel",
+                "num_experts",
+                "expert_axis",
+                "tensor_axis",
+            ),
+        ),
+        called(
+            "transformers.integrations.moe:_can_use_grouped_mm(input, weight, offs)",
+            "the record of a start says what multiplies the experts",
+        ),
         at=ProcessKind.model,
-        need=SPARSE,
     ),
-    Use(
-        target="transformers.integrations.moe:grouped_mm_experts_forward",
-        how=UseKind.called,
-        why="it multiplies the rows of a rank's own experts",
-        signature="(self, hidden_states, top_k_index, top_k_weights)",
+    called(
+        "transformers.integrations.moe:grouped_mm_experts_forward"
+        "(self, hidden_states, top_k_index, top_k_weights)",
+        "it multiplies the rows of a rank's own experts",
         need=EXPERTS,
     ),
-    Use(
-        target="transformers.integrations.moe:_can_use_grouped_mm",
-        how=UseKind.replaced,
-        why="torch's grouped product has shapes for tensors without values in bf16 only",
-        signature="(input, weight, offs)",
-        at=ProcessKind.trace,
-    ),
-    Use(
-        target="transformers.modeling_utils:PreTrainedModel._is_stateful",
-        how=UseKind.read,
-        why="which architectures carry a state from token to token, that documents would share",
-        contains="_is_stateful: bool = False",
-        at=ProcessKind.trace,
-    ),
-    Use(
-        target="transformers.modeling_utils:PreTrainedModel._supports_sdpa",
-        how=UseKind.read,
-        why="which attention an architecture can have, said before it is built",
-        contains="_supports_sdpa: bool = False",
-        at=ProcessKind.trace,
-        fallback="the attention of a model is taken for one that it can have",
-    ),
-    Use(
-        target="transformers.modeling_utils:PreTrainedModel._supports_flash_attn",
-        how=UseKind.read,
-        why="which attention an architecture can have, said before it is built",
-        contains="_supports_flash_attn: bool = False",
-        at=ProcessKind.trace,
-        fallback="the attention of a model is taken for one that it can have",
-    ),
-)
-
-SCALED = tuple(
-    Use(
-        target=f"{attention}.forward",
-        how=UseKind.read,
-        why="muP multiplies the scores of attention, by the factor that they have anyway",
-        contains="scaling=self.scaling",
-        names=("scaling",),
+    *needed(
+        MUP,
+        *(
+            read(
+                f"transformers.models.{attention}.forward",
+                "muP multiplies the scores of attention, by the factor that they have anyway",
+                contains="scaling=self.scaling",
+                names=("scaling",),
+            )
+            for attention in (
+                "gpt2.modeling_gpt2:GPT2Attention",
+                "llama.modeling_llama:LlamaAttention",
+                "mistral.modeling_mistral:MistralAttention",
+                "qwen3.modeling_qwen3:Qwen3Attention",
+            )
+        ),
         at=ProcessKind.model,
-        need=MUP,
-    )
-    for attention in _ATTENTION
+    ),
 )
 
-TRANSFORMERS = Table("transformers", ("5.21.0", "5.23.0"), _TRANSFORMERS_USES + SCALED)
+TRANSFORMERS = Table("transformers", ("5.21.0", "5.23.0"), _TRANSFORMERS_USES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,33 @@ import torch.nn.functional as F
 
 IGNORED_LABEL = -100
 """Label of a position without a next token to learn, as torch's `cross_entropy` ignores it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePart:
+    """A rank's part of every sequence.
+
+    A sequence is cut into two chunks for each of c context ranks, and the i-th has chunks i and
+    2c - 1 - i: then causal attention costs all of them the same. The ranks of a sequence axis share
+    these tokens equally.
+    """
+
+    index: int = 0
+    count: int = 1
+    context_index: int = 0
+    context_count: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.count == self.context_count == 1
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor (samples, length)."""
+        if self.context_count > 1:
+            chunks = tensor.chunk(2 * self.context_count, dim=1)
+            first = self.context_index
+            tensor = torch.cat([chunks[first], chunks[-1 - first]], dim=1)
+        return tensor.chunk(self.count, dim=1)[self.index].contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +84,28 @@ class MicroBatch:
             sample_ids=torch.zeros(samples, dtype=torch.long),
         )
 
-    def part(self, index: int, count: int) -> MicroBatch:
-        """Return one of `count` equal parts of every sequence."""
-        if count == 1:
+    def part(self, part: SequencePart) -> MicroBatch:
+        """Return the batch with a part of every sequence, and of the stored arrays, which have a
+        row for each position (`Objective.whole_samples`).
+        """
+        if part.is_whole:
             return self
-        return replace(
-            self,
-            **{
-                name: getattr(self, name).chunk(count, dim=1)[index].contiguous()
-                for name in ("input_ids", "labels", "position_ids", "document_ids")
-            },
-        )
+        return self._with_tensors(part.of)
 
     def pinned(self) -> MicroBatch:
         """Return the same batch in pinned memory, which copies to a GPU asynchronously."""
-        return replace(
-            self,
-            **{
-                name: getattr(self, name).pin_memory()
-                for name in ("input_ids", "labels", "position_ids", "document_ids")
-            },
-            stored={name: rows.pin_memory() for name, rows in self.stored.items()},
-        )
+        return self._with_tensors(torch.Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        names = ("input_ids", "labels", "position_ids", "document_ids")
+        stored = {name: change(rows) for name, rows in self.stored.items()}
+        return replace(self, **{name: change(getattr(self, name)) for name in names}, stored=stored)
 
     def model_inputs(
         self,
         device: torch.device,
         *,
-        part: tuple[int, int] = (0, 1),
+        part: SequencePart = SequencePart(),
         flash_attention: bool = False,
     ) -> dict[str, Any]:
         """Return the keyword arguments of a transformers model's forward pass.
@@ -93,11 +115,11 @@ class MicroBatch:
         The positions of a part do not begin at 0, so they are passed.
 
         Args:
-            part: Index of the part of every sequence, and the number of parts.
+            part: The part of every sequence that the model gets.
             flash_attention: Whether the model's attention is FlashAttention, which sees the whole
                 sequence.
         """
-        here = self.part(*part)
+        here = self.part(part)
         inputs: dict[str, Any] = {"input_ids": here.input_ids.to(device, non_blocking=True)}
         if self.is_masked or here is not self:
             inputs["position_ids"] = here.position_ids.to(device, non_blocking=True)

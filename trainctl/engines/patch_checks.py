@@ -7,12 +7,13 @@ definition, and make the changes.
 from __future__ import annotations
 
 from collections.abc import Collection
+from pkgutil import resolve_name
 from typing import Any
 
 from trainctl.config.schema import RunConfig
 from trainctl.engines.deepspeed.patches import DEEPSPEED
 from trainctl.engines.library_patches import TORCH, TORCHAO, TRANSFORMERS
-from trainctl.engines.patches import ProcessKind, compare_with_installed, load_function
+from trainctl.engines.patches import ProcessKind, compare_with_installed
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.health import CheckResult
 
@@ -78,16 +79,17 @@ def require_definitions(config: RunConfig, at: Collection[ProcessKind] = TRAININ
     _raise_findings(check_needed_definitions(config, at))
 
 
-def require_original_definitions(config: RunConfig, at: Collection[ProcessKind] = TRAINING) -> None:
-    """Run `require`, and check that no other code in this process has replaced a definition.
+def require_original_definitions(config: RunConfig) -> None:
+    """Raise as `require_definitions` does, or if other code in this process has replaced a
+    definition.
 
     This imports the packages.
 
     Raises:
-        TrainctlError: As in `require`, or other code has replaced a definition (exit code 4).
+        TrainctlError: A definition differs or was replaced (exit code 4).
     """
-    require_definitions(config, at)
-    _raise_findings([finding for table in TABLES for finding in table.replaced(config, at)])
+    require_definitions(config)
+    _raise_findings([finding for table in TABLES for finding in table.replaced(config, TRAINING)])
 
 
 def apply_patches(config: RunConfig) -> None:
@@ -98,7 +100,7 @@ def apply_patches(config: RunConfig) -> None:
     for table in TABLES:
         for use in table.uses:
             if use.apply and table.is_needed(use, config):
-                load_function(use.apply)()
+                resolve_name(use.apply)()
 
 
 def _raise_findings(findings: list[Finding]) -> None:

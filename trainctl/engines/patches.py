@@ -14,13 +14,12 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from trainctl.config.schema import (
@@ -36,6 +35,7 @@ from trainctl.options.engine import engine_of, fsdp2
 from trainctl.options.optimizer import adamw_8bit
 from trainctl.options.precision import loss_scaling
 from trainctl.plans.mixture import sources_of
+from trainctl.plans.settings import uses_ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ OWN_NORM = Need(
     "parallelism", lambda config: config.parallelism.pipeline > 1 or config.parallelism.expert > 1
 )
 SEQUENCE = Need("parallelism.sequence", lambda config: config.parallelism.sequence > 1)
+RING = Need("parallelism.context", uses_ring)
 ADAPTED = Need("adapter.kind", lambda config: low_rank(config.adapter) is not None)
 MODULE = Need("model.factory", lambda config: config.model.is_module)
 TENSOR = Need("parallelism.tensor", lambda config: config.parallelism.tensor > 1)
@@ -132,20 +133,21 @@ class ProcessKind(StrEnum):
     """A process that traces a model without its weights."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Use:
     """One definition in another package.
 
     Exactly one of `signature`, `body` and `contains` is set.
     """
 
-    target: str
-    """Module and name, such as ``package.module:Class.method``."""
     how: UseKind
+    definition: str
+    """Module and name, such as ``package.module:Class.method``. If trainctl calls or replaces it,
+    its parameters with their defaults follow, as in ``package.module:Class.method(self, end=0)``.
+    """
     why: str
     """The reason, in one sentence."""
-    signature: str = ""
-    """Parameters of the definition with their defaults, if it is called or replaced."""
+    _: KW_ONLY
     body: str = ""
     """Digest of the definition's code, if trainctl relies on the code's behaviour."""
     contains: str = ""
@@ -166,6 +168,16 @@ class Use:
     """
 
     @property
+    def target(self) -> str:
+        """Module and name of the definition."""
+        return self.definition.partition("(")[0]
+
+    @property
+    def signature(self) -> str:
+        """Parameters of the definition with their defaults; empty if they do not matter."""
+        return self.definition.removeprefix(self.target)
+
+    @property
     def name(self) -> str:
         """The target with dots only, as code writes it."""
         return self.target.replace(":", ".")
@@ -179,6 +191,17 @@ class Use:
         return is_ours and self.need.holds(config)
 
 
+replaced = partial(Use, UseKind.replaced)
+extended = partial(Use, UseKind.extended)
+called = partial(Use, UseKind.called)
+read = partial(Use, UseKind.read)
+
+
+def needed(need: Need, *uses: Use, at: ProcessKind = ProcessKind.rank) -> tuple[Use, ...]:
+    """Return uses that the same configurations and processes need."""
+    return tuple(replace(use, need=need, at=at) for use in uses)
+
+
 @cache
 def compare_with_installed(use: Use) -> str:
     """Return how the installed definition differs from the declared one; empty if it does not."""
@@ -186,7 +209,7 @@ def compare_with_installed(use: Use) -> str:
     if found is None:
         return "is not there"
     if use.contains:
-        is_there = use.contains in definition_text(found)
+        is_there = use.contains in ast.unparse(found)
         return "" if is_there else f"does not have `{use.contains}`"
     if use.body:
         return "" if definition_digest(found) == use.body else "has other code"
@@ -282,20 +305,9 @@ def _foreign_origin(target: str) -> str:
     if code is None:
         return ""
     file = Path(code.co_filename)
-    return "" if any(file.is_relative_to(folder) for folder in _package_folders()) else str(file)
-
-
-def _package_folders() -> list[Path]:
     packages = ("trainctl", "torch", "deepspeed", "transformers", "torchao")
-    return [folder for name in packages if (folder := package_folder(name))]
-
-
-def load_function(reference: str) -> Callable[[], None]:
-    """Return the function that a reference (``module:name``) names."""
-    module, _, name = reference.partition(":")
-    loaded: ModuleType = importlib.import_module(module)
-    function: Callable[[], None] = getattr(loaded, name)
-    return function
+    folders = (folder for name in packages if (folder := package_folder(name)))
+    return "" if any(map(file.is_relative_to, folders)) else str(file)
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -348,11 +360,6 @@ def definition_digest(found: Definition) -> str:
     It is the same on every version of Python, unlike the output of `ast.dump`.
     """
     return hashlib.sha256(_normalized_text(found).encode()).hexdigest()[:12]
-
-
-def definition_text(found: Definition) -> str:
-    """Return the definition as `ast.unparse` writes it, for a search for a statement."""
-    return ast.unparse(found)
 
 
 @cache

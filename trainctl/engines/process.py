@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -12,8 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trainctl.engines.cpu_matmul import use_fp32_cpu_products
+from trainctl.engines.micro_batch import SequencePart
 from trainctl.errors import TrainctlError
-from trainctl.plans.types import Mesh
+from trainctl.plans.types import Mesh, RunPlan
 from trainctl.runs.processes import STORE_VARIABLE
 
 
@@ -66,18 +68,8 @@ class Process:
         """Return the same rank with another control group, for another thread; on all ranks
         together.
         """
-        return replace(self, control=dist.new_group(backend="gloo", timeout=self.timeout))
-
-
-def joined_process(device: torch.device, timeout: timedelta) -> Process:
-    """Return this rank, once the ranks have joined each other; on all ranks together."""
-    return Process(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=device,
-        control=dist.new_group(backend="gloo", timeout=timeout),
-        timeout=timeout,
-    )
+        group = dist.new_group(backend="gloo", timeout=self.timeout, group_desc="control")
+        return replace(self, control=group)
 
 
 def rendezvous_arguments() -> dict[str, Any]:
@@ -95,6 +87,33 @@ def rendezvous_arguments() -> dict[str, Any]:
 
     dist.register_rendezvous_handler("trainctl", meet)
     return {"init_method": "trainctl://", "rank": rank, "world_size": world_size}
+
+
+def start_process(plan: RunPlan, device: torch.device, join: Callable[..., None]) -> Process:
+    """Return this rank, once the ranks that the agent started have joined each other.
+
+    Args:
+        device: Device of this rank.
+        join: `init_process_group`, as torch or DeepSpeed has it.
+    """
+    if plan.config.training.deterministic:
+        compute_deterministically()
+    use_fp32_cpu_products(plan.config.precision, device)
+    timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    join(backend, timeout=timeout, **rendezvous_arguments())
+    return joined_process(device, timeout)
+
+
+def joined_process(device: torch.device, timeout: timedelta) -> Process:
+    """Return this rank, once the ranks have joined each other; on all ranks together."""
+    return Process(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        control=dist.new_group(backend="gloo", timeout=timeout, group_desc="control"),
+        timeout=timeout,
+    )
 
 
 def compute_deterministically() -> None:
@@ -139,6 +158,8 @@ class Axis:
     ranks: tuple[int, ...]
     """Global ranks, in order."""
     group: dist.ProcessGroup
+    is_folded: bool = False
+    """Whether the last pipeline stage is on the first rank too."""
 
     @property
     def size(self) -> int:
@@ -150,7 +171,7 @@ class Axis:
 
     @property
     def is_last(self) -> bool:
-        return self.index == self.size - 1
+        return self.index == (0 if self.is_folded else self.size - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,19 +181,35 @@ class ProcessMesh:
     data: Axis
     """Ranks with the same parameters and different samples."""
     sequence: Axis
-    """Ranks with the same parameters and a different part of the same samples."""
+    """Ranks with the same parameters and a different part of the same samples (Ulysses)."""
+    context: Axis
+    """Ranks with the same parameters and other chunks of the same samples (ring attention)."""
     tensor: Axis
     """Ranks with a different shard of the same matrices."""
     pipeline: Axis
     """Ranks with different blocks."""
     replicas: Axis
-    """data and sequence together: ZeRO partitions and gradients are averaged over these ranks."""
+    """data, context and sequence together: ZeRO partitions and gradients are averaged over these
+    ranks.
+    """
+    shards: Axis
+    """Neighbours of `replicas` that FSDP2 shards over: all of them, or with HSDP a shard group."""
+    copies: Axis
+    """Ranks of `replicas` that hold the same shard; this rank alone without HSDP."""
     expert: Axis
-    """Neighbours on the data axis, each with different experts of every layer."""
+    """Neighbours on the data axis and all their tensor ranks, each with different experts of every
+    layer. One rank if experts are not shared out.
+    """
     expert_replicas: Axis
     """Ranks of `replicas` that hold the same experts."""
     timeout: timedelta
     """Time limit of a collective."""
+
+    @property
+    def part(self) -> SequencePart:
+        """This rank's part of every sequence."""
+        sequence, context = self.sequence, self.context
+        return SequencePart(sequence.index, sequence.size, context.index, context.size)
 
     @property
     def is_data_only(self) -> bool:
@@ -193,33 +230,55 @@ class ProcessMesh:
         return self.replicas.size * self.tensor.size * self.pipeline.size
 
 
-def join_mesh(shape: Mesh, rank: int, timeout: timedelta) -> ProcessMesh:
+def join_mesh(
+    shape: Mesh,
+    rank: int,
+    timeout: timedelta,
+    *,
+    shard_ranks: int | None = None,
+    is_folded: bool = False,
+) -> ProcessMesh:
     """Find this rank's position and make its groups; every rank calls it at the same point.
 
     The ranks are ordered as in `plan.types.Mesh`: tensor fastest, pipeline slowest.
+
+    Args:
+        shard_ranks: Size of a shard group (HSDP); by default all replicas are one.
+        is_folded: Whether the first pipeline rank has the last stage too.
     """
-    sizes = (shape.pipeline, shape.data, shape.sequence, shape.tensor)
+    sizes = (shape.pipeline, shape.data, shape.context, shape.sequence, shape.tensor)
     of_experts = (shape.pipeline, shape.data // shape.expert, shape.expert, *sizes[2:])
     ranks = np.arange(shape.world_size).reshape(sizes)
-    pipeline, data, sequence, tensor = (int(index) for index in np.unravel_index(rank, sizes))
+    place = (int(index) for index in np.unravel_index(rank, sizes))
+    pipeline, data, context, sequence, tensor = place
 
-    def axis(members: Any) -> Axis:
+    def axis(name: str, members: Any) -> Axis:
         listed: Sequence[int] = [int(member) for member in members.flatten()]
         # Only its members make the group, without a barrier of the whole world. Every rank makes
         # a group at the same time, because NCCL splits them off the group of all ranks.
-        group = dist.new_group(listed, timeout=timeout, use_local_synchronization=True)
+        group = dist.new_group(
+            listed, timeout=timeout, use_local_synchronization=True, group_desc=name
+        )
         return Axis(listed.index(rank), tuple(listed), group)
 
-    replicas = axis(ranks[pipeline, :, :, tensor])
+    replicas = axis("replicas", ranks[pipeline, ..., tensor])
+    groups = np.array(replicas.ranks).reshape(-1, shard_ranks or replicas.size)
+    group, position = divmod(replicas.index, groups.shape[1])
     split, (copy, expert) = ranks.reshape(of_experts), divmod(data, shape.expert)
-    same_experts = split[pipeline, :, expert, :, tensor]
+    sharing = tensor if shape.expert == 1 else slice(None)
+    same_experts = split[pipeline, :, expert, ..., tensor]
     return ProcessMesh(
-        data=axis(ranks[pipeline, :, sequence, tensor]),
-        sequence=axis(ranks[pipeline, data, :, tensor]),
-        tensor=axis(ranks[pipeline, data, sequence, :]),
-        pipeline=axis(ranks[:, data, sequence, tensor]),
+        data=axis("data", ranks[pipeline, :, context, sequence, tensor]),
+        sequence=axis("sequence", ranks[pipeline, data, context, :, tensor]),
+        context=axis("context", ranks[pipeline, data, :, sequence, tensor]),
+        tensor=axis("tensor", ranks[pipeline, data, context, sequence, :]),
+        pipeline=replace(
+            axis("pipeline", ranks[:, data, context, sequence, tensor]), is_folded=is_folded
+        ),
         replicas=replicas,
-        expert=axis(split[pipeline, copy, :, sequence, tensor]),
-        expert_replicas=replicas if shape.expert == 1 else axis(same_experts),
+        shards=replicas if len(groups) == 1 else axis("shards", groups[group]),
+        copies=axis("copies", groups[:, position]),
+        expert=axis("expert", split[pipeline, copy, :, context, sequence, sharing]),
+        expert_replicas=replicas if shape.expert == 1 else axis("expert_replicas", same_experts),
         timeout=timeout,
     )

@@ -266,6 +266,11 @@ class Engine(ABC):
         mode.
         """
 
+    @property
+    def stage(self) -> int:
+        """Pipeline stage of this rank; of two, the one whose forward pass runs."""
+        return self.mesh.pipeline.index
+
     def _objective_inputs(self, batch: MicroBatch) -> dict[str, Any]:
         """Return what the objective is told of a micro-batch; empty for the next token's loss."""
         return batch.objective_inputs(self._process.device) if self.objective.build else {}
@@ -394,7 +399,7 @@ class Engine(ABC):
     def _score(self, batch: MicroBatch) -> tuple[float, ...]:
         """Return the sums of `score` for one micro-batch."""
         loss = float(self.output(batch))
-        own = batch.part(self.mesh.sequence.index, self.mesh.sequence.size)
+        own = batch.part(self.mesh.part)
         return loss, own.num_counted, *self.measured().sum(dim=0).tolist()
 
     def measured(self) -> torch.Tensor:
@@ -415,8 +420,8 @@ class Engine(ABC):
         Args:
             ids: Token ids, the same on all ranks; at least one.
         """
-        # The context is split equally over the ranks of a sequence or tensor group.
-        multiple = self.mesh.sequence.size * self.mesh.tensor.size
+        # The tokens are split equally over the ranks that share a sequence, or a tensor group.
+        multiple = self._plan.config.parallelism.sequence_multiple * self.mesh.tensor.size
         padded = ids + [0] * (-len(ids) % multiple)
         batch = MicroBatch.of_context(padded, samples=self._plan.batch.micro_batch_size)
         scores = self.scores_at(batch, len(ids) - 1)
@@ -471,5 +476,4 @@ def engine_backend(plan: RunPlan) -> EngineBackend:
     Raises:
         TrainctlError: The package of the engine, or one that it needs, is not installed here.
     """
-    room: EngineBackend = function_of("engine", plan.engine)()
-    return room
+    return function_of("engine", plan.engine)()

@@ -92,9 +92,9 @@ class ParameterPiece:
     """Shape of the whole parameter."""
     shard: Shard
     """The part that this rank holds."""
-    has_partial_gradient: bool = False
-    """Whether each tensor rank computes only a part of the gradient although it holds the whole
-    parameter.
+    gradient_parts: int = 1
+    """Number of neighbouring tensor ranks that hold this piece and compute a part of its gradient
+    each.
     """
     is_saved_here: bool = True
     """Whether this rank's replicas save it; if not, another tensor rank or pipeline stage with the

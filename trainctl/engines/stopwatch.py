@@ -9,7 +9,7 @@ step; nothing is lost or counted twice.
 On a CPU both clocks are the host's, and a third one tells how long the rank itself was busy within
 a part: a rank that waits for its peers in a collective sleeps. A rank that sleeps elsewhere, or
 whose process is stopped, does not wait for peers: a thread that samples the rank counts that time
-as busy (`watch_stalls`).
+as busy (`watch_stalls`). What remains of a step is its wait for peers (`step`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -120,6 +120,7 @@ class Stopwatch:
         self._idle: list[torch.cuda.Event] = []
         self.memory: PhaseMemory | None = None
         self._part = ""
+        self._slept = self._waited = 0.0
 
     @contextmanager
     def watch_stalls(self) -> Iterator[None]:
@@ -147,32 +148,36 @@ class Stopwatch:
         looked, busy, was_elsewhere = time.perf_counter(), _thread_busy_seconds(account), False
         own = busy_seconds()
         while not end.wait(_SAMPLE_SECONDS):
-            now, busy_now, own_now = (
-                time.perf_counter(),
-                _thread_busy_seconds(account),
-                busy_seconds(),
-            )
+            now, own_now = time.perf_counter(), busy_seconds()
+            busy_now = _thread_busy_seconds(account)
             part, slept = self._part, (now - looked) - (busy_now - busy)
             is_elsewhere = _sleeps_elsewhere(sys._current_frames().get(thread))
             # Subtract this thread's wait for a CPU: it does not stop the other thread.
             was_stopped = (now - looked) - (own_now - own) > _STOPPED_SECONDS
             if part and slept > 0 and (was_stopped or (was_elsewhere and is_elsewhere)):
                 self._busy[part] += slept
+                self._slept += slept
             looked, busy, own, was_elsewhere = now, busy_now, own_now, is_elsewhere
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time how long this thread waits for peers within the context, in its parts and between
+        them; CPU only.
+        """
+        started, busy, slept = time.perf_counter(), busy_seconds(), self._slept
+        yield
+        if not self._on_device:
+            own = busy_seconds() - busy + self._slept - slept
+            self._waited += time.perf_counter() - started - own
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time the device work that is started within the context."""
-        if self.memory is None:
-            with self._timed(name):
-                yield
-            return
-        with self.memory.phase(name), self._timed(name):
-            yield
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        if not self._on_device:
+        with nullcontext() if self.memory is None else self.memory.phase(name):
+            if self._on_device:
+                with self.plain_part(name):
+                    yield
+                return
             started, self._part = busy_seconds(), name
             try:
                 with self.host_part(name):
@@ -180,9 +185,6 @@ class Stopwatch:
             finally:
                 self._part = ""
                 self._busy[name] += busy_seconds() - started
-            return
-        with self.plain_part(name):
-            yield
 
     @contextmanager
     def plain_part(self, name: str) -> Iterator[None]:
@@ -202,11 +204,14 @@ class Stopwatch:
     @contextmanager
     def host_part(self, name: str) -> Iterator[None]:
         """Time the context by the host's clock."""
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), busy_seconds()
         try:
             yield
         finally:
-            self._seconds[name] += time.perf_counter() - started
+            elapsed = time.perf_counter() - started
+            self._seconds[name] += elapsed
+            if not self._part:
+                self._slept += elapsed - (busy_seconds() - busy)
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each part since the last call, up to the work that the device has
@@ -228,6 +233,11 @@ class Stopwatch:
         seconds = dict(self._busy)
         self._busy.clear()
         return seconds
+
+    def take_waited(self) -> float:
+        """Return the seconds for which steps waited for peers since the last call; 0 on devices."""
+        waited, self._waited = max(0.0, self._waited), 0.0
+        return waited
 
     def _event(self) -> torch.cuda.Event:
         return self._idle.pop() if self._idle else torch.cuda.Event(enable_timing=True)

@@ -16,7 +16,7 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.extras import extra_of, install_command
+from trainctl.config.extras import extra_of, install_command, package_version
 from trainctl.config.registry import kind_key, kind_of, load_spec, unit_groups
 from trainctl.config.schema import (
     Accelerator,
@@ -75,10 +75,10 @@ def _check_requirements() -> Iterator[str | Finding]:
             if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
                 continue
             found = package_version(wanted.name)
-            if found is not None and wanted.specifier.contains(found, prereleases=True):
+            if found and wanted.specifier.contains(found, prereleases=True):
                 continue
             is_well = False
-            has = "is not installed" if found is None else f"{found} is installed"
+            has = f"{found} is installed" if found else "is not installed"
             yield error_finding(
                 "TC124",
                 "",
@@ -224,14 +224,6 @@ def check_torch_build(config: RunConfig, hardware: Hardware) -> Iterator[str | F
         )
         return
     yield f"{package_version('torch')}, for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'}"
-
-
-def package_version(name: str) -> str | None:
-    """Return the installed version of a package; None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def torch_build() -> tuple[str, str] | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.catalog import list_options
+from trainctl.config.extras import package_version
 from trainctl.config.reading import read_json
 from trainctl.config.schema import Accelerator, HardwareConfig
 from trainctl.config.yaml_files import read_document
@@ -217,7 +218,7 @@ def read_calibration(device: str) -> Calibration | None:
         found = Calibration(**entry)
     except TypeError:
         return None
-    return found if found.torch == installed_torch() else None
+    return found if found.torch == package_version("torch") else None
 
 
 def merge_calibration(new: Calibration) -> dict[str, Any]:
@@ -227,16 +228,6 @@ def merge_calibration(new: Calibration) -> dict[str, Any]:
     if old is not None:
         entry = {key: asdict(old)[key] if value is None else value for key, value in entry.items()}
     return {"schema": CALIBRATION_SCHEMA, "devices": _calibration_entries() | {new.device: entry}}
-
-
-def installed_torch() -> str:
-    """Return torch's version without importing it; empty if it is not installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""
 
 
 def _calibration_entries() -> dict[str, Any]:

@@ -14,15 +14,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from trainctl.errors import TrainctlError
+from trainctl.launchers.attempts import is_done, next_attempt
 from trainctl.launchers.interface import LaunchRequest, after_job, launch_function
 from trainctl.plans.types import RunPlan
-from trainctl.runs.checkpoints import newest_checkpoint
-from trainctl.runs.directory import last_attempt, new_attempt, open_run, read_plan
-from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.directory import open_run
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import ResumePoint
 from trainctl.runs.lock import find_holder, hold_lock, inherit_lock
 from trainctl.runs.processes import die_with_parent
-from trainctl.runs.records import read_events
 from trainctl.runs.status import State, change_status, read_status
 
 _PATIENCE_SECONDS = 60.0
@@ -54,10 +53,10 @@ def main() -> int:
 
 
 def _run_attempt(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
-    attempt, plan = _next_attempt(run, number)
-    checkpoint, _ = newest_checkpoint(run)
-    if checkpoint is not None and checkpoint.step >= plan.stop_step:
-        print(f"nothing to do: {run.root} is at step {checkpoint.step}, where this launch ends")
+    attempt, plan = next_attempt(run, number)
+    is_replay = run.recording.is_dir()  # which may only look at the step after its checkpoint
+    if is_done(run, plan) and not is_replay:
+        print(f"nothing to do: {run.root} is at step {plan.stop_step}, where this launch ends")
         _write_final_status(run, State.finished, 0, "")
         return 0, plan
     try:
@@ -73,16 +72,6 @@ def _run_attempt(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
     if plan.config.trains_itself and outcome.state in (State.failed, State.stopped):
         print(ResumePoint.of(run).sentence(run), flush=True)
     return outcome.exit_code, plan
-
-
-def _next_attempt(run: RunPaths, number: int | None) -> tuple[AttemptPaths, RunPlan]:
-    """Return the attempt if it has not been launched yet, else a new one with the newest plan."""
-    newest = last_attempt(run)
-    plan = read_plan(run.attempt(newest).plan)
-    launched = {event["attempt"] for event in read_events(run.events, "launch")}
-    if number in (None, newest) and newest not in launched:
-        return run.attempt(newest), plan
-    return new_attempt(run, plan), plan
 
 
 def _hold_lock(run: RunPaths, descriptor: int | None) -> AbstractContextManager[int]:

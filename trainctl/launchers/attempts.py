@@ -18,7 +18,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from trainctl.errors import TrainctlError
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.storage import lacking_space
 from trainctl.launchers.interface import (
     Agents,
@@ -37,12 +37,12 @@ from trainctl.launchers.processes import (
 from trainctl.launchers.stop import StopHandler
 from trainctl.plans.types import RunPlan
 from trainctl.runs.checkpoints import clean_temporary, newest_checkpoint
-from trainctl.runs.directory import new_attempt, run_id
+from trainctl.runs.directory import last_attempt, new_attempt, read_plan, run_id
 from trainctl.runs.failures import Cause, describe_exit, describe_failure, disk_is_full
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import RunTag, terminate_processes
-from trainctl.runs.records import Event, EventFollower, EventWriter
+from trainctl.runs.records import Event, EventFollower, EventWriter, read_events
 from trainctl.runs.status import State, Status, change_status, write_status
 
 FRUITLESS_RESTARTS = 3
@@ -74,16 +74,38 @@ def run_on_this_machine(launch: LaunchRequest) -> Outcome:
         TrainctlError: The run is in use (5), or its disk has no space for a checkpoint (4).
     """
     run = launch.run
-    if launch.checkpoint_bytes is not None:
-        require_space(run.root, launch.checkpoint_bytes)
+    require_space(run.root, launch.checkpoint_bytes)
     with hold_lock(run):
         # Finds processes only if an earlier attempt's launcher and agent were killed at once.
         terminate_processes(RunTag(run_id(run), run.root), grace_seconds=_LEFTOVER_GRACE_SECONDS)
         return run_attempts(launch, render=render, start=start_one_agent)
 
 
-def require_space(folder: Path, needed_bytes: int) -> None:
-    """Raise if the disk of a folder has less free space than `needed_bytes`.
+def next_attempt(run: RunPaths, number: int | None) -> tuple[AttemptPaths, RunPlan]:
+    """Return the attempt if it has not been launched yet, else a new one with the newest plan."""
+    newest = last_attempt(run)
+    plan = read_plan(run.attempt(newest).plan)
+    launched = {event["attempt"] for event in read_events(run.events, "launch")}
+    if number in (None, newest) and newest not in launched:
+        return run.attempt(newest), plan
+    return new_attempt(run, plan), plan
+
+
+def is_done(run: RunPaths, plan: RunPlan) -> bool:
+    """Return True if the newest checkpoint is where a launch of the plan ends."""
+    return plan.config.trains_itself and _saved_step(run) >= plan.stop_step
+
+
+def end_as_cancelled(run: RunPaths, outcome: Outcome) -> Outcome:
+    """Return a saved end as one that is not requeued (143): its scheduler was told to cancel."""
+    if outcome.exit_code == ExitCode.requeue:
+        outcome = replace(outcome, exit_code=int(ExitCode.terminated))
+        change_status(run, outcome.state, outcome.exit_code, outcome.message)
+    return outcome
+
+
+def require_space(folder: Path, needed_bytes: int | None) -> None:
+    """Raise if the disk of a folder has less free space than `needed_bytes`; None is unknown.
 
     Raises:
         TrainctlError: Exit code 4.
@@ -131,7 +153,7 @@ def run_attempts(
             else:
                 outcome = run_one(launch.attempt, plan, stop)
             companions.finish(lambda: stop.end_signal is not None)
-        return replace(outcome, is_cancelled=stop.is_cancelled)
+        return replace(outcome, was_signalled=stop.was_signalled, is_cancelled=stop.is_cancelled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +327,9 @@ def supervise(
         except BaseException as error:  # raised by on_event
             agents.terminate()
             terminate_processes(attempt.tag, grace_seconds=grace_seconds)
-            write_status(run, status.changed(State.failed, message=f"launcher: {error}"))
+            code = int(error.exit_code) if isinstance(error, TrainctlError) else None
+            message = f"launcher: {error}"
+            write_status(run, status.changed(State.failed, exit_code=code, message=message))
             raise
         stuck = terminate_processes(attempt.tag, grace_seconds=grace_seconds)
         code = agents.returncode

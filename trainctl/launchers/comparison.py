@@ -43,7 +43,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """TensorDifference of one tensor, or of the loss, between two replays."""
+    """Difference of one tensor, or of the loss, between two replays."""
 
     step: int
     kind: str
@@ -86,7 +86,7 @@ class StepComparison:
     """Loss of the replay as recorded, in nats."""
     changed_loss: float
     differences: Mapping[str, TensorDifference]
-    """TensorDifference of each kind that is the largest multiple of the expected rounding."""
+    """Difference of each kind that is the largest multiple of the expected rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,14 +313,3 @@ def _part(
 
 def _span(what: str, low: int, high: int) -> str:
     return f"{what} {low}" if low == high else f"{what}s {low} to {high}"
-
-
-def to_json(comparison: Any) -> Any:
-    """Return a comparison as plain data without infinite numbers."""
-    if isinstance(comparison, Mapping):
-        return {key: to_json(value) for key, value in comparison.items()}
-    if isinstance(comparison, list | tuple):
-        return [to_json(each) for each in comparison]
-    if isinstance(comparison, float) and not math.isfinite(comparison):
-        return None
-    return comparison

@@ -1,111 +1,115 @@
-"""Recovery from lost nodes: plan and hosts of the next attempt, on the nodes that answer."""
+"""Recovery from lost nodes: the plan of the next attempt, on the nodes that are there."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from trainctl.config.hosts import Host
 from trainctl.errors import TrainctlError
-from trainctl.launchers.host_checks import HostCheckResult, HostGroup, check_hosts
 from trainctl.launchers.interface import LaunchRequest
-from trainctl.launchers.rank_command import user_code_folder
 from trainctl.launchers.stop import StopHandler
 from trainctl.options.launcher import section_of
-from trainctl.options.launcher.ssh import SshConfig
+from trainctl.options.launcher._elastic import ElasticConfig
 from trainctl.plans.types import RunPlan
+from trainctl.runs.directory import last_attempt
+from trainctl.runs.records import EventWriter
 from trainctl.tuning.assess import assess
 
 POLL_SECONDS = 2.0
-"""Pause between two probes for missing nodes."""
+"""Pause between two looks for missing nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Availability:
+    """Answer of a pool of nodes to the nodes that a plan needs."""
+
+    is_ready: bool
+    """Whether the next attempt can start on them."""
+    there: int
+    """Number of usable nodes."""
+    missing: Sequence[str] = ()
+    """Names of the nodes that do not answer."""
+    problems: Sequence[str] = ()
+    """Other reasons against a start."""
+
+
+class NodePool(Protocol):
+    """Nodes of a launch."""
+
+    def look(self, plan: RunPlan) -> Availability:
+        """Look for as many nodes as the plan has."""
+
+    def section(self, nodes: int) -> ElasticConfig:
+        """Return the launcher's section of a plan on fewer nodes."""
 
 
 class ElasticPlanner:
-    """Finds hosts for the next attempt: all nodes if they answer, fewer if that is allowed.
+    """Plans the next attempt: on all nodes if they are there, on fewer if that is allowed."""
 
-    `group` has the hosts that the next attempt runs on.
-
-    Args:
-        group: The hosts as they answered before the start.
-        on_wait: Called with the number of hosts that answer and the names of the missing ones, when
-            waiting begins and when they change.
-    """
-
-    def __init__(
-        self,
-        launch: LaunchRequest,
-        hosts: tuple[Host, ...],
-        group: HostGroup,
-        on_wait: Callable[[int, list[str]], None],
-    ) -> None:
-        self.group = group
+    def __init__(self, launch: LaunchRequest, pool: NodePool) -> None:
         self._launch = launch
         self._whole = launch.plan
-        self._hosts = hosts
-        self._on_wait = on_wait
+        self._pool = pool
+        self._launcher = section_of(launch.plan.config, ElasticConfig)
 
     def replan(self, _: RunPlan, stop: StopHandler) -> RunPlan:
-        """Return the next attempt's plan, once enough nodes answer.
+        """Return the next attempt's plan, once enough nodes are there.
 
         Raises:
             TrainctlError: Too few nodes came back in `launcher.node_wait_seconds`, or the launch
                 was asked to end.
         """
-        deadline = time.monotonic() + section_of(self._whole.config, SshConfig).node_wait_seconds
-        reported: list[str] | None = None
+        deadline = time.monotonic() + self._launcher.node_wait_seconds
+        reported: Sequence[str] | None = None
         while True:
-            checked = self._look(self._whole, self._hosts)
-            if checked.group is not None:
-                self.group = checked.group
+            found = self._pool.look(self._whole)
+            if found.is_ready:
                 return self._whole
-            smaller = self._on_fewer(checked.answering)
+            smaller = self._on_fewer(found.there)
             if smaller is not None:
                 return smaller
-            missing = [host.name for host in self._hosts if host not in checked.answering]
-            if missing != reported:
-                reported = missing
-                self._on_wait(len(checked.answering), missing)
+            if found.missing != reported:
+                reported = found.missing
+                record_waiting(self._launch, found)
             if stop.is_stopping or time.monotonic() > deadline:
-                raise TrainctlError(_why_not(checked, missing, len(self._hosts)))
+                raise TrainctlError(why_not(found, self._whole.hardware.nodes))
             time.sleep(POLL_SECONDS)
 
-    def _on_fewer(self, there: Sequence[Host]) -> RunPlan | None:
-        """Return a plan on the most hosts where it is legal and fits; None if there is none."""
-        least = section_of(self._whole.config, SshConfig).min_nodes
+    def _on_fewer(self, there: int) -> RunPlan | None:
+        """Return a plan on the most nodes where it is legal and fits; None if there is none."""
+        least = self._launcher.min_nodes
         if least is None:
             return None
-        for nodes in range(min(len(there), self._whole.hardware.nodes - 1), least - 1, -1):
-            smaller = shrink_plan(self._whole, there[:nodes])
-            if smaller is None:
-                continue
-            checked = self._look(smaller, there[:nodes])
-            if checked.group is not None:
-                self.group = checked.group
+        for nodes in range(min(there, self._whole.hardware.nodes - 1), least - 1, -1):
+            smaller = shrink_plan(self._whole, nodes, self._pool.section(nodes))
+            if smaller is not None and self._pool.look(smaller).is_ready:
                 return smaller
         return None
 
-    def _look(self, plan: RunPlan, hosts: Sequence[Host]) -> HostCheckResult:
-        launch = self._launch
-        code_folder = user_code_folder(plan.config, launch.run)
-        return check_hosts(plan, hosts, launch.run.root, launch.checkpoint_bytes, code_folder)
+
+def record_waiting(launch: LaunchRequest, found: Availability) -> None:
+    """Record that a launch waits for nodes."""
+    fields = {"there": found.there, "of": launch.plan.hardware.nodes}
+    with EventWriter(launch.run.events, last_attempt(launch.run)) as events:
+        launch.on_event(events.write("waiting", **fields, missing=list(found.missing)))
 
 
-def _why_not(checked: HostCheckResult, missing: Sequence[str], nodes: int) -> str:
-    if missing:
-        return f"{len(checked.answering)} of {nodes} nodes are there, {', '.join(missing)} not"
-    reasons = [finding.message for finding in checked.findings if finding.is_error]
-    return f"the nodes are not fit for another attempt: {'; '.join(reasons)}"
+def why_not(found: Availability, nodes: int) -> str:
+    """Return a sentence about why a launch waited for its nodes in vain."""
+    if found.missing:
+        return f"{found.there} of {nodes} nodes are there, {', '.join(found.missing)} not"
+    return f"the nodes are not fit for another attempt: {'; '.join(found.problems)}"
 
 
-def shrink_plan(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
+def shrink_plan(plan: RunPlan, nodes: int, launcher: ElasticConfig) -> RunPlan | None:
     """Return the plan on fewer nodes; None if it is not legal there, or may not fit.
 
     The global batch stays, and with it the schedule and the order of samples: more gradient
     accumulation, or a smaller micro-batch, makes up for the ranks that are gone.
     """
-    config, batch, nodes = plan.config, plan.batch, len(hosts)
-    launcher = section_of(config, SshConfig)
+    config, batch = plan.config, plan.batch
     hardware = replace(
         plan.hardware,
         nodes=nodes,
@@ -124,14 +128,7 @@ def shrink_plan(plan: RunPlan, hosts: Sequence[Host]) -> RunPlan | None:
                     gradient_accumulation_steps=None,
                 ),
                 parallelism=replace(config.parallelism, data=None),
-                launcher=replace(
-                    launcher,
-                    hosts=[host.name for host in hosts],
-                    hostfile=None,
-                    include=None,
-                    exclude=None,
-                    min_nodes=min(launcher.min_nodes or nodes, nodes),
-                ),
+                launcher=replace(launcher, min_nodes=min(launcher.min_nodes or nodes, nodes)),
             ),
             hardware,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ from typing import Any
 from trainctl.config.extras import install_command
 from trainctl.config.store import load_config
 from trainctl.config.suggest import did_you_mean, nearest_names
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.launchers import hub
 from trainctl.launchers.offline import WeightsChoice, require_new, run_task
 from trainctl.monitor.card import write_card
@@ -174,9 +173,9 @@ def export_files(
     _require_packages(target.packages + (target.check_packages if check else ()))
     require_new(out, is_file=target.is_file)
     taken = {name: value for name, value in given.items() if name in target.takes}
-    options = ["--function", target.function, "--options", json.dumps(taken)]
-    options += ["--check", target.check] if check else []
-    made = run_task("export", choice, options, positional=[out], has_device=False)
+    checked = target.check if check else ""
+    options = {"out": out, "function": target.function, "options": taken, "check": checked}
+    made = run_task("export", choice, options)
     if card:
         checkpoint = choice.run.checkpoints / made["checkpoint"]
         write_card(choice.run, checkpoint, out, adapter=bool(adapter))
@@ -207,10 +206,9 @@ def _require_packages(modules: Sequence[str]) -> None:
     """
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise TrainctlError(
+        raise MachineError(
             f"this export needs a package that is missing ({', '.join(missing)})",
             hint=install_command(*missing),
-            exit_code=ExitCode.environment,
         )
 
 

@@ -99,11 +99,7 @@ def probe_hosts(
 
 
 def _fact_questions(
-    hosts: Sequence[Host],
-    plan: RunPlan,
-    folder: Path,
-    marks: Sequence[str],
-    files: Sequence[str],
+    hosts: Sequence[Host], plan: RunPlan, folder: Path, marks: Sequence[str], files: Sequence[str]
 ) -> dict[int, dict[str, Any]]:
     launcher = section_of(plan.config, SshConfig)
     environment = trusted_folder_variable() | select_variables(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.runs.provenance import redact_text
 
 if TYPE_CHECKING:
@@ -34,10 +34,9 @@ def check_repository(to: str, *, public: bool) -> str:
     if REPOSITORY.fullmatch(name) is None:
         raise TrainctlError(f"--to {to} names no repository", hint="--to hub:USER/NAME")
     if get_token() is None:
-        raise TrainctlError(
+        raise MachineError(
             "an upload needs a token of the hub, and there is none",
             hint="export HF_TOKEN=..., a token that may write to the repository",
-            exit_code=ExitCode.environment,
         )
     with _hub_errors(f"{name} cannot be looked up"):
         hub = HfApi()
@@ -108,10 +107,9 @@ def _compare(hub: HfApi, name: str, commit: str, files: list[Path]) -> None:
             header = f"blob {len(content)}\0".encode()
             same = each is not None and each.blob_id == hashlib.sha1(header + content).hexdigest()
         if not same:
-            raise TrainctlError(
+            raise MachineError(
                 f"{commit} of {name} has another {path.name} than was sent",
                 hint="the same command again",
-                exit_code=ExitCode.environment,
             )
 
 
@@ -123,8 +121,7 @@ def _hub_errors(what: str) -> Iterator[None]:
     except Exception as error:  # from the library, its HTTP client or the network
         cause = error.__cause__ or error
         words = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-        raise TrainctlError(
+        raise MachineError(
             f"{what}: {redact_text(words[:200])}",
             hint="once the hub can be reached and HF_TOKEN may write there: the same command again",
-            exit_code=ExitCode.environment,
         ) from None

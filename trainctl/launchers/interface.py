@@ -9,14 +9,14 @@ import os
 import shlex
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainctl.config.registry import function_of
+from trainctl.config.registry import function_of, load_spec
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launchers.rank_command import user_code_folder
@@ -26,8 +26,10 @@ from trainctl.runs.command import AttemptCommand, write_command
 from trainctl.runs.directory import last_attempt
 from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.lock import hold_lock
 from trainctl.runs.records import Event
 from trainctl.runs.status import SchedulerJob, State, Status, change_status, write_job, write_status
+from trainctl.runs.tools import run_tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,8 @@ class Outcome:
     log_tail: tuple[str, ...] = ()
     is_transient: bool = False
     """Whether another attempt may end better."""
+    was_signalled: bool = False
+    """Whether the launcher got a signal to end."""
     is_cancelled: bool = False
     """Whether a scheduler told both the launcher and the agents to end."""
 
@@ -167,67 +171,82 @@ class Agents(Protocol):
         """Return fields of a `failure` record, after an error exit that no agent has recorded."""
 
 
-_SECONDS = 60
+def submit_attempt(
+    launch: LaunchRequest,
+    rendered: RenderedLaunch,
+    *,
+    job_id: Callable[[str], str],
+    is_known: bool = False,
+    name: str = "job",
+    send: Callable[[Sequence[str]], str] | None = None,
+) -> Outcome:
+    """Write the attempt's files, submit it by its only command, and record its job.
+
+    Args:
+        job_id: Returns the job's id from the command's output.
+        is_known: As in `submit`.
+        name: What the scheduler calls a job.
+        send: Submits it in place of the command, and returns the output.
+
+    Raises:
+        TrainctlError: The scheduler refuses it (exit code 4), or the run is in use (5).
+    """
+    run, attempt = launch.run, launch.attempt
+    with hold_lock(run):
+        rendered.write(attempt)
+        output = submit(
+            partial(send or run_tool, rendered.commands[0]),
+            [(run, attempt)],
+            kind=launch.plan.config.launcher.kind,
+            job_id=lambda _, output: job_id(output),
+            is_known=is_known,
+        )
+    identity = job_id(output).rpartition("/")[2]
+    return Outcome(exit_code=0, state=State.queued, message=f"{name} {identity} is submitted")
 
 
 def submit(
-    command: Sequence[str],
+    send: Callable[[], str],
     attempts: Sequence[tuple[RunPaths, AttemptPaths]],
     *,
     kind: str,
     job_id: Callable[[RunPaths, str], str],
+    is_known: bool = False,
 ) -> str:
-    """Run the command that submits the attempts, and record their jobs; return its output.
+    """Submit the attempts, and record their jobs; return the scheduler's output.
 
     Args:
+        send: Submits them, and returns the scheduler's output.
         attempts: Runs and their attempts, all in one job or in one array.
         kind: Launcher of the job.
-        job_id: Returns a run's job id from the command's output.
+        job_id: Returns a run's job id from the output.
+        is_known: Whether the job id needs no output. The job is then recorded before it is sent:
+            it may exist although its submission was interrupted, and can be cancelled.
 
     Raises:
         TrainctlError: The scheduler refuses it (exit code 4); the runs have then failed.
     """
+
+    def record_jobs(output: str) -> None:
+        host = socket.gethostname()
+        for run, attempt in attempts:
+            job = SchedulerJob(kind=kind, id=job_id(run, output), submitted=now, host=host)
+            write_job(attempt, job)
+
     now = time.time()
     for run, attempt in attempts:  # before the job exists: its own launcher writes the next state
         write_status(run, Status.begin(State.queued, attempt.number))
+    if is_known:
+        record_jobs("")
     try:
-        output = run_tool(command)
+        output = send()
     except TrainctlError as error:
         for run, _ in attempts:
             change_status(run, State.failed, int(error.exit_code), error.message)
         raise
-    for run, attempt in attempts:
-        host = socket.gethostname()
-        job = SchedulerJob(kind=kind, id=job_id(run, output), submitted=now, host=host)
-        write_job(attempt, job)
+    if not is_known:
+        record_jobs(output)
     return output
-
-
-def run_tool(command: Sequence[str]) -> str:
-    """Run a scheduler's command to its end, and return its output.
-
-    Raises:
-        TrainctlError: It is not installed, fails, or does not answer within a minute (exit code 4).
-    """
-    try:
-        done = subprocess.run(command, input="", capture_output=True, text=True, timeout=_SECONDS)
-    except FileNotFoundError:
-        raise TrainctlError(
-            f"{command[0]} is not installed on this machine",
-            hint=f"repeat this where {command[0]} is",
-            exit_code=ExitCode.environment,
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise TrainctlError(
-            f"{command[0]} does not answer", exit_code=ExitCode.environment
-        ) from None
-    if done.returncode:
-        output = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise TrainctlError(
-            f"{command[0]} failed: {output[-1] if output else f'exit code {done.returncode}'}",
-            exit_code=ExitCode.environment,
-        )
-    return done.stdout
 
 
 def launch_function(plan: RunPlan) -> Callable[[LaunchRequest], Outcome]:
@@ -263,6 +282,12 @@ def render_next(plan: RunPlan, run: RunPaths) -> RenderedLaunch:
     )
 
 
+def node_command(request: AttemptRequest) -> AttemptCommand:
+    """Return the command of nodes that a controller starts."""
+    command: AttemptCommand = _launcher_function(request.plan, "node_command")(request)
+    return command
+
+
 def after_job(run: RunPaths, plan: RunPlan, exit_code: int) -> None:
     """Run the launcher's step after a launch inside a job of its scheduler, if it has one."""
     spec = spec_of(plan.config.launcher)
@@ -277,6 +302,30 @@ def has_scheduler(config: RunConfig) -> bool:
 
 def _launcher_function(plan: RunPlan, name: str) -> Any:
     return function_of("launcher", plan.config.launcher.kind, name)
+
+
+def job_state(job: SchedulerJob) -> str | None:
+    """Return the state of a job in its scheduler's words; None if the launcher cannot tell.
+
+    Raises:
+        TrainctlError: The scheduler cannot be asked (exit code 4).
+    """
+    return _ask_scheduler(job, "job_state")
+
+
+def job_log(job: SchedulerJob) -> str | None:
+    """Return a job's output where its scheduler keeps it; None if it is in the run's own files.
+
+    Raises:
+        TrainctlError: The scheduler cannot be asked (exit code 4).
+    """
+    return _ask_scheduler(job, "job_log")
+
+
+def _ask_scheduler(job: SchedulerJob, question: str) -> str | None:
+    if not getattr(load_spec("launcher", job.kind), question):
+        return None
+    return str(function_of("launcher", job.kind, question)(job))
 
 
 def cancel(job: SchedulerJob) -> None:
@@ -297,6 +346,6 @@ def missing_tool(config: RunConfig) -> Iterator[Finding]:
             rule="TC197",
             key="launcher.kind",
             message=f"{tool} is not installed on this machine",
-            hint=f"repeat this where {tool} is",
+            hint=spec.tool_hint or f"repeat this where {tool} is",
             exit_code=ExitCode.environment,
         )

@@ -14,14 +14,12 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainctl.config.literal_secrets import referenced_variables
 from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.schema import Accelerator
-from trainctl.config.secrets import REDACTED
 from trainctl.errors import Finding
 from trainctl.launchers.config_checks import check_kubernetes
 from trainctl.launchers.interface import (
@@ -29,25 +27,24 @@ from trainctl.launchers.interface import (
     LaunchRequest,
     Outcome,
     RenderedLaunch,
-    run_tool,
-    submit,
+    submit_attempt,
 )
-from trainctl.launchers.rank_command import attempt_command, rank_variables
+from trainctl.launchers.rank_command import (
+    attempt_command,
+    redact_references,
+    scheduled_rank_variables,
+)
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.lock import hold_lock
-from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
-from trainctl.runs.status import SchedulerJob, State
+from trainctl.runs.status import SchedulerJob
+from trainctl.runs.tools import run_tool
 
 MANIFEST = "manifest.yaml"
 NOT_MOUNTED = "TC165"
-RESTART_VARIABLE = "TRAINCTL_RESTART"
-"""Variable of each pod: the number of times that the controller has restarted all pods."""
 
-_RESTART_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 _PORT = 29500
 _NAME_LENGTH = 40
@@ -77,15 +74,12 @@ def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Fin
 def render(request: AttemptRequest) -> RenderedLaunch:
     """Return the manifest and the command that applies it. Pure."""
     plan, run, attempt = request.plan, request.run, request.attempt
-    # Only the pods know the values of variables that the configuration refers to.
-    unknown = dict.fromkeys(referenced_variables(plan.config), REDACTED)
-    request = replace(request, environment={**request.environment, **unknown})
     kinds = {KubernetesApi.jobset: _job_set, KubernetesApi.trainjob: _train_job}
     manifest = kinds[_launcher_section(plan).kubernetes_api](plan, run, attempt, job_name(run))
     kubectl = _kubectl_command(_launcher_section(plan).kubernetes_namespace)
     text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
     return RenderedLaunch(
-        command=pod_command(request),
+        command=pod_command(redact_references(request)),
         commands=((*kubectl, "create", "--filename", str(attempt.root / MANIFEST)),),
         files={MANIFEST: text},
     )
@@ -95,13 +89,10 @@ def pod_command(request: AttemptRequest) -> AttemptCommand:
     """Return the command of an attempt's pods, which the agents read from the run directory."""
     launcher, nodes = _launcher_section(request.plan), request.plan.hardware.nodes
     name = job_name(request.run)
-    variables = rank_variables(request)
-    if request.plan.config.trains_itself and launcher.stop_grace_seconds > 0:
-        variables[SIGTERM_SAVES_VARIABLE] = "1"
     return attempt_command(
         request,
         [pod_host(name, node) for node in range(nodes)],
-        [variables] * nodes,
+        [scheduled_rank_variables(request)] * nodes,
         python=launcher.kubernetes_python,
         port=launcher.port or _PORT,
         address=pod_host(name, 0) if nodes > 1 else None,
@@ -152,10 +143,8 @@ def _pod_variables(plan: RunPlan) -> list[dict[str, Any]]:
     Variables that the configuration refers to come from a Secret; their values are not in the
     manifest.
     """
-    label = f"metadata.labels['{_RESTART_LABEL}']"
     index = f"metadata.annotations['{_INDEX_ANNOTATION}']"
     return [
-        {"name": RESTART_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": label}}},
         {"name": "TRAINCTL_NODE", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         *({"name": name, "value": value} for name, value in trusted_folder_variable().items()),
         *(
@@ -273,22 +262,11 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     Raises:
         TrainctlError: kubectl is missing or refuses the manifest (exit code 4).
     """
-    run, attempt, plan = launch.run, launch.attempt, launch.plan
-    rendered = render(launch.attempt_request(attempt, plan))
-    space, kind = (
-        _launcher_section(plan).kubernetes_namespace,
-        _launcher_section(plan).kubernetes_api.value,
-    )
-    name = job_name(run)
-    with hold_lock(run):
-        rendered.write(attempt)
-        submit(
-            rendered.commands[0],
-            [(run, attempt)],
-            kind="kubernetes",
-            job_id=lambda *_: f"{space or ''}/{kind}/{name}",
-        )
-    return Outcome(exit_code=0, state=State.queued, message=f"{kind} {name} is submitted")
+    launcher = _launcher_section(launch.plan)
+    kind = launcher.kubernetes_api.value
+    identity = f"{launcher.kubernetes_namespace or ''}/{kind}/{job_name(launch.run)}"
+    rendered = render(launch.attempt_request(launch.attempt, launch.plan))
+    return submit_attempt(launch, rendered, job_id=lambda _: identity, is_known=True, name=kind)
 
 
 def cancel(job: SchedulerJob) -> None:

@@ -36,10 +36,7 @@ class MachineReport:
 def examine(composed: ComposedConfig) -> MachineReport:
     """Check this machine for a configuration: packages, compilers, limits, devices."""
     hardware = resolve_hardware(composed.config.hardware)
-    checks = (
-        *examine_machine(composed.config, hardware),
-        *check_definitions(composed.config),
-    )
+    checks = (*examine_machine(composed.config, hardware), *check_definitions(composed.config))
     return MachineReport(
         hardware=hardware,
         checks=tuple(

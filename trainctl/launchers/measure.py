@@ -8,26 +8,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import Any
 
+from trainctl.config.extras import package_version
 from trainctl.config.keys import leaves
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware.resolve import (
     Calibration,
     calibration_file,
     device_name,
-    installed_torch,
     merge_calibration,
 )
 from trainctl.launchers.planning import compose_config, plan_config
+from trainctl.launchers.processes import signals_raise
 from trainctl.runs.files import write_json
 from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import Event
@@ -58,14 +57,6 @@ PARTS = {
 """Measured parts of a step, with the budget's phases in each."""
 
 
-class MeasuringStopped(Exception):
-    """A signal, whose number is `number`, ended the measured steps."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """Predicted and measured memory of two steps on this machine."""
@@ -81,11 +72,7 @@ class Measurement:
 
 
 def measure(
-    overrides: Sequence[str],
-    config_dir: Path | None,
-    *,
-    force: bool,
-    say: Callable[[str], None],
+    overrides: Sequence[str], config_dir: Path | None, *, force: bool, say: Callable[[str], None]
 ) -> Measurement:
     """Train two steps in a temporary folder, and save what was measured.
 
@@ -94,7 +81,7 @@ def measure(
 
     Raises:
         TrainctlError: The configuration cannot be launched here; the launch has said why.
-        MeasuringStopped: SIGTERM or SIGHUP came; the steps have ended.
+        StoppedBySignal: SIGTERM or SIGHUP came; the steps have ended.
     """
     # Find all errors before anything starts; earlier measurements do not count.
     planned = plan_config(
@@ -144,7 +131,7 @@ def _train_short_run(overrides: Sequence[str], config_dir: Path | None, *, force
         words += ["--force"] if force else []
         command = [sys.executable, "-P", "-m", "trainctl", "launch", *words]
         with (
-            _signals_raise(),
+            signals_raise(),
             subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -164,37 +151,10 @@ def _train_short_run(overrides: Sequence[str], config_dir: Path | None, *, force
             raise TrainctlError(
                 "nothing was measured: the steps were not made",
                 hint="what is above says why",
-                exit_code=_exit_code(process.returncode),
+                exit_code=ExitCode.of(process.returncode),
             )
         records: list[Event] = [json.loads(line) for line in output.splitlines()]
     return [record for record in records if record["event"] == "memory"][-1]
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Turn the first SIGTERM or SIGHUP into an exception, so that the command cleans up."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise MeasuringStopped(number)
-
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            before[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _exit_code(status: int) -> ExitCode:
-    try:
-        return ExitCode(status)
-    except ValueError:
-        return ExitCode.training_failed
 
 
 def _comparison_rows(record: Mapping[str, Any], *, on_device: bool) -> list[dict[str, Any]]:
@@ -234,7 +194,7 @@ def _derive_calibration(
     return Calibration(
         device=device,
         date=datetime.now(UTC).date().isoformat(),
-        torch=installed_torch(),
+        torch=package_version("torch"),
         runtime_bytes_alone=outside if alone else None,
         runtime_bytes_in_group=None if alone else outside,
         fragmentation=round(reserved / allocated - 1, 4) if allocated else None,

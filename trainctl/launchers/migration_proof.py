@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -17,10 +17,9 @@ from typing import Any
 
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.reading import read_json
-from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launchers.comparison import to_json
+from trainctl.errors import TrainctlError
 from trainctl.launchers.offline import import_checkpoint
-from trainctl.launchers.prove import Say, plan_replay, run_replay
+from trainctl.launchers.replay import ReplayResult, Say, plan_replay, run_replay
 from trainctl.migration.logged_losses import (
     LoggedCheckpoint,
     LoggedLoss,
@@ -33,9 +32,6 @@ from trainctl.plans.types import RunPlan
 from trainctl.runs.checkpoint_selection import Progress
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import number, steps_from_end
-
-SCHEMA = 1
-"""Version of the JSON."""
 
 _FP32_SPACING = 2.0**-23
 _RATE_TOLERANCE = 1e-6
@@ -80,14 +76,12 @@ class ReplayedLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MigrationProof:
+class MigrationProof(ReplayResult):
     """Result of a proof of a migration."""
 
     source: str
     """Directory of the checkpoint that was replayed."""
     format: str
-    checkpoint: int
-    """Step of the checkpoint."""
     log: str
     """File of the logged losses."""
     verdict: MigrationVerdict
@@ -98,9 +92,8 @@ class MigrationProof:
     """Remarks of the import on what is unknown or different."""
 
     @property
-    def exit_code(self) -> ExitCode:
-        is_good = self.verdict in (MigrationVerdict.equal, MigrationVerdict.rounding)
-        return ExitCode.success if is_good else ExitCode.training_failed
+    def is_good(self) -> bool:
+        return self.verdict in (MigrationVerdict.equal, MigrationVerdict.rounding)
 
     @property
     def sentence(self) -> str:
@@ -108,16 +101,6 @@ class MigrationProof:
         count, worst = len(self.steps), max(self.steps, key=lambda each: each.difference)
         what = f"{count} logged loss{'es' if count > 1 else ''} after step {self.checkpoint:,}"
         return f"{self.verdict.value}: {what}, largest difference {worst.difference:.2g}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain data, for JSON; numbers that are not finite are null."""
-        plain: dict[str, Any] = to_json(asdict(self))
-        return {
-            "schema": SCHEMA,
-            **plain,
-            "sentence": self.sentence,
-            "exit_code": int(self.exit_code),
-        }
 
 
 def prove_migration(

@@ -89,8 +89,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     Raises:
         TrainctlError: The run is in use (5), or its disk has no space for a checkpoint (4).
     """
-    if launch.checkpoint_bytes is not None:
-        require_space(launch.run.root, launch.checkpoint_bytes)
+    require_space(launch.run.root, launch.checkpoint_bytes)
     hostfile = section_of(launch.plan.config, MpiConfig).mpi_hostfile
     hosts = hosts_in(Path(hostfile).read_text(encoding="utf-8")) if hostfile is not None else []
     start = partial(start_program, name="mpirun", death_signal=signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Work on the weights of a run outside training: evaluation, samples, import, added tokens.
+"""Work on the weights of a run outside training, and the import of checkpoints.
 
 Each function runs a task of `trainctl.train.offline` or `trainctl.migration` in a process of its
 own, because the command line loads no torch.
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.extras import install_command
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.launchers.planning import compose_target, plan_config
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.checkpoint_selection import Progress, Warn, choose_checkpoint
@@ -33,6 +33,8 @@ from trainctl.runs.records import EventWriter
 
 MIGRATION = "trainctl.migration"
 """Module with the tasks on checkpoints of other trainers."""
+ARGUMENT_BYTES = 100_000
+"""Bytes in one argument of a command; Linux takes 128 KiB in one, and more in all."""
 
 
 def _ignore_progress(*_: object) -> None:
@@ -65,58 +67,33 @@ class WeightsChoice:
         return choose_checkpoint(self.run, self.progress, self.warn, step=self.step, best=self.best)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSettings:
-    """Evaluation tasks of lm-eval, with their settings."""
+def evaluate_tasks(
+    choice: WeightsChoice,
+    names: Sequence[str],
+    *,
+    include: Path | None = None,
+    keep: Path | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Evaluate tasks of lm-eval, append the results to the run's records, and return them.
 
-    names: tuple[str, ...]
-    include: Path | None = None
-    """Folder of the user's own tasks in lm-eval's YAML."""
-    shots: int | None = None
-    """Examples before each question; None takes the task's own number."""
-    samples: int | None = None
-    """Examples of each task; None takes all."""
-    batch_size: int | None = None
-    """Requests at a time; None takes the run's micro-batch."""
-    chat: bool = False
-    """Whether questions go through the tokenizer's chat template."""
-    keep: Path | None = None
-    """New folder for the export that the tasks run on; None removes it afterwards."""
-
-
-def evaluate(choice: WeightsChoice, *, samples: int | None = None) -> dict[str, Any]:
-    """Return the held-out loss of a checkpoint, in nats per token, with its parts.
-
-    `samples` is the number of held-out samples; None takes the run's own.
-    """
-    options = [] if samples is None else ["--samples", str(samples)]
-    return run_task("evaluate", choice, options)
-
-
-def evaluate_tasks(choice: WeightsChoice, tasks: TaskSettings) -> dict[str, Any]:
-    """Evaluate tasks, append the results to the run's records, and return them.
+    Args:
+        include: Folder of the user's own tasks in lm-eval's YAML.
+        keep: New folder for the export that the tasks run on; None removes it afterwards.
+        options: Other arguments of the task `tasks` of `trainctl.train.offline`.
 
     Raises:
         TrainctlError: lm-eval is not installed (exit code 4), the folder of tasks does not exist,
             the folder to keep is not empty, or the evaluation failed.
     """
     require_harness()
-    if tasks.include is not None and not tasks.include.is_dir():
-        raise TrainctlError(f"--include-path {tasks.include} is no folder")
-    if tasks.keep is not None:
-        require_new(tasks.keep)
-    options = [f"--name={name}" for name in tasks.names]
-    for option, value in (
-        ("include", tasks.include.resolve() if tasks.include else None),
-        ("keep", tasks.keep.resolve() if tasks.keep else None),
-        ("shots", tasks.shots),
-        ("limit", tasks.samples),
-        ("batch-size", tasks.batch_size),
-    ):
-        if value is not None:
-            options.append(f"--{option}={value}")
-    options += ["--chat"] if tasks.chat else []
-    found = run_task("tasks", choice, options, chat=tasks.chat)
+    if include is not None and not include.is_dir():
+        raise TrainctlError(f"--include-path {include} is no folder")
+    if keep is not None:
+        require_new(keep)
+    places = {"include": include and include.resolve(), "keep": keep and keep.resolve()}
+    chat = options.get("chat", False)
+    found = run_task("tasks", choice, {"names": names, **places, **options}, chat=chat)
     record = {name: value for name, value in found.items() if name != "run"}
     try:
         with EventWriter(choice.run.events, effective_attempt(choice.run).number) as writer:
@@ -133,69 +110,9 @@ def require_harness() -> None:
         TrainctlError: lm-eval is not installed (exit code 4).
     """
     if find_spec("lm_eval") is None:
-        raise TrainctlError(
-            "--tasks needs a package that is missing (lm_eval)",
-            hint=install_command("lm_eval"),
-            exit_code=ExitCode.environment,
+        raise MachineError(
+            "--tasks needs a package that is missing (lm_eval)", hint=install_command("lm_eval")
         )
-
-
-def sample(
-    choice: WeightsChoice,
-    prompt: str,
-    *,
-    tokens: int,
-    temperature: float,
-    seed: int | None = None,
-    chat: bool | None = None,
-    system: str | None = None,
-) -> dict[str, Any]:
-    """Generate a continuation of a prompt, or with `chat` an answer to it.
-
-    Args:
-        tokens: Most tokens to generate.
-        seed: Seed of the draws; None takes `training.seed`.
-        chat: Whether the prompt is a user's message; None means so for runs of `data=chat` alone.
-        system: System message before the prompt.
-    """
-    # The form with `=`: the prompt may start with a dash.
-    options = [f"--prompt={prompt}", f"--tokens={tokens}", f"--temperature={temperature}"]
-    if seed is not None:
-        options.append(f"--seed={seed}")
-    if chat is not None:
-        options.append("--chat" if chat else "--no-chat")
-    if system is not None:
-        options.append(f"--system={system}")
-    return run_task("sample", choice, options, prompt=prompt, temperature=temperature)
-
-
-def score(
-    choice: WeightsChoice, prompt: str, answers: Sequence[str] = (), *, chat: bool = False
-) -> dict[str, Any]:
-    """Return the scores of each answer to a prompt, or of the prompt as a text: `scored`.
-
-    Args:
-        chat: Whether prompt and answers are messages of a conversation.
-    """
-    options = [f"--prompt={prompt}", *(f"--answer={answer}" for answer in answers)]
-    return run_task("score", choice, [*options, *(["--chat"] if chat else [])])
-
-
-def add_tokens(
-    directory: Path, out: Path, tokens: Sequence[str], *, multiple_of: int, progress: Progress
-) -> dict[str, Any]:
-    """Write a transformers directory again with more special tokens.
-
-    Args:
-        out: A new or empty folder.
-        multiple_of: The number of rows of the embedding is rounded up to a multiple of it.
-
-    Raises:
-        TrainctlError: The folder is not empty, or the directory cannot be read.
-    """
-    require_new(out)
-    arguments: list[str | Path] = [directory.absolute(), out.absolute(), json.dumps(list(tokens))]
-    return run_offline("add-tokens", [*arguments, "--multiple-of", str(multiple_of)], progress)
 
 
 def import_checkpoint(
@@ -232,11 +149,9 @@ def import_checkpoint(
     with tempfile.TemporaryDirectory(prefix="trainctl-") as temporary:
         file = Path(temporary) / "plan.json"
         write_json(file, to_plain(planned.plan))
-        paths = [directory.absolute(), run_dir.absolute(), file]
-        options = [] if format is None else ["--from", format]
-        return run_offline(
-            "import", [*paths, json.dumps(list(argv)), *options], progress, MIGRATION
-        )
+        places = {"directory": directory.absolute(), "run_dir": run_dir.absolute(), "plan": file}
+        options = {**places, "argv": argv, "format": format}
+        return run_offline("import", options, progress, MIGRATION)
 
 
 def require_new(out: Path, *, is_file: bool = False) -> None:
@@ -257,37 +172,38 @@ def require_new(out: Path, *, is_file: bool = False) -> None:
 
 
 def run_task(
-    task: str,
-    choice: WeightsChoice,
-    options: Sequence[str],
-    *,
-    positional: Sequence[Path] = (),
-    has_device: bool = True,
-    **settings: Any,
+    task: str, choice: WeightsChoice, options: Mapping[str, Any], **settings: Any
 ) -> dict[str, Any]:
-    """Run a task on the chosen weights; return its result after run, checkpoint and settings."""
+    """Run a task on the chosen weights; return its result after run, checkpoint and settings.
+
+    Args:
+        options: Further arguments of the task's function, by name.
+    """
     checkpoint = choice.checkpoint()
-    arguments: list[str | Path] = [choice.run.root, checkpoint, *positional]
-    arguments += ["--weights", choice.weights]
-    arguments += ["--device", choice.device] if has_device else []
-    result = run_offline(task, [*arguments, *options], choice.progress)
-    where = {"run": str(choice.run.root), "checkpoint": checkpoint.name, "weights": choice.weights}
-    return {**where, **settings, **result}
+    where = {"run": str(choice.run.root), "checkpoint": checkpoint, "weights": choice.weights}
+    given = {**where, "device": choice.device, **options}
+    result = run_offline(task, given, choice.progress)
+    return {**where, "checkpoint": checkpoint.name, **settings, **result}
 
 
 def run_offline(
     task: str,
-    arguments: Sequence[str | Path],
+    options: Mapping[str, Any],
     progress: Progress,
     module: str = "trainctl.train.offline",
 ) -> dict[str, Any]:
     """Run a task of a module in a process of its own and return its result.
 
+    Args:
+        options: Arguments of the task's function by name: paths, and values that JSON has.
+
     Raises:
         TrainctlError: The task failed with a message, or the process was killed (exit code 4).
         RuntimeError: The process ended without an answer, by a bug; its output is a note.
     """
-    command = [sys.executable, "-P", "-m", module, task, *map(str, arguments)]
+    text = json.dumps(options, default=str)
+    pieces = [text[at : at + ARGUMENT_BYTES] for at in range(0, len(text), ARGUMENT_BYTES)]
+    command = [sys.executable, "-P", "-m", module, task, *pieces]
     result: dict[str, Any] | None = None
     with (
         tempfile.TemporaryFile() as talk,
@@ -331,11 +247,7 @@ def _process_failure(task: str, code: int, talk: str) -> Exception:
     if code < 0:
         name = signal.Signals(-code).name
         hint = "the memory of this machine may not suffice" if name == "SIGKILL" else ""
-        return TrainctlError(
-            f"the process that was to {task} was ended by {name}",
-            hint=hint,
-            exit_code=ExitCode.environment,
-        )
+        return MachineError(f"the process that was to {task} was ended by {name}", hint=hint)
     error = RuntimeError(f"the process that was to {task} failed by an error of its own")
     error.add_note(talk.rstrip())
     return error

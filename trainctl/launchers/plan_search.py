@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
+from statistics import fmean, median
 
 from trainctl.config.catalog import option_names, recipe_names, search_folders
 from trainctl.config.compose import ComposedConfig
@@ -12,10 +14,15 @@ from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.errors import TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.launchers.planning import compose_config, compose_target, name_sources, read_factory
+from trainctl.runs.attempts import find_attempt
+from trainctl.runs.records import events_from_end
 from trainctl.tuning.search import Search, search
 
 ASSUMED_BATCH = "training.global_batch_tokens=4M"
 """Batch of a search for a model alone: what models of some billion parameters are trained with."""
+EXPECTED_LOAD = "experts.expected_load"
+MEASURED_STEPS = 50
+"""Last steps of a run whose load of experts is taken for what it will be."""
 
 
 def compose_search(
@@ -25,13 +32,17 @@ def compose_search(
 
     Args:
         target: A recipe or a run as of `compose_target`, or a model. A model trains on
-            `ASSUMED_BATCH` unless an override sets the batch: no search could choose it.
+            `ASSUMED_BATCH` unless an override sets the batch: no search could choose it. A run
+            brings the load of its experts, as recorded, unless an override sets it.
 
     Raises:
         TrainctlError: The configuration is wrong, or there is no recipe or model of that name.
     """
     folders = search_folders(config_dir)
     if target is None or "/" in target or target in recipe_names(folders):
+        load = None if target is None else measured_load(Path(target))
+        if load is not None and not any(text.startswith(EXPECTED_LOAD) for text in overrides):
+            overrides = [*overrides, f"{EXPECTED_LOAD}={load:.3g}"]
         return compose_target(target, overrides, config_dir)
     models = option_names(folders, "model")
     if target not in models:
@@ -44,6 +55,21 @@ def compose_search(
     if not any(text.startswith("training.global_batch_") for text in overrides):
         chosen.append(ASSUMED_BATCH)
     return compose_config(chosen, config_dir)
+
+
+def measured_load(path: Path) -> float | None:
+    """Return the load of the busiest expert over the mean in a run's last steps, averaged over its
+    layers; None of anything but a run with records of experts.
+
+    Raises:
+        TrainctlError: The run's records cannot be read (exit code 5).
+    """
+    found = find_attempt(path)
+    if found is None:
+        return None
+    steps = islice(events_from_end(found[0].events, "step"), MEASURED_STEPS)
+    recorded = [step["experts"]["load_by_layer"] for step in steps if step.get("experts")]
+    return max(1.0, median(map(fmean, recorded))) if recorded else None
 
 
 def search_plans(composed: ComposedConfig, *, top: int) -> tuple[ComposedConfig, Search]:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import from_plain
+from trainctl.config.extras import package_version
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware, builds
 from trainctl.hardware.detect import visible_devices
 from trainctl.hardware.devices import this_machine
-from trainctl.hardware.packages import package_version
 from trainctl.runs.network import addresses_of, interface_of, outgoing_address, outgoing_interface
 from trainctl.runs.provenance import file_digest
 
@@ -99,7 +99,7 @@ class Probe:
         self._address = next(iter(addresses_of(name)), None) if name else None
         return {
             "host": socket.gethostname(),
-            "packages": {package: package_version(package) or "" for package in PACKAGES},
+            "packages": {package: package_version(package) for package in PACKAGES},
             "code": code_digest(),
             "files": {file: file_digest(Path(file)) for file in files},
             "machine": asdict(this_machine(visible_devices())),

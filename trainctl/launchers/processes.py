@@ -14,14 +14,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Self
 
 from trainctl.config.hosts import Host
 from trainctl.config.schema import RunConfig
-from trainctl.errors import TrainctlError
+from trainctl.errors import StoppedBySignal, TrainctlError
 from trainctl.monitor.loggers.delivery import ALERTS, command, read_cursor
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.runs.companion import run_companion
@@ -36,6 +38,31 @@ Process = subprocess.Popen[bytes]
 
 CONNECT_SECONDS = 10
 _OPEN_FILES = 65_536
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """Turn the first SIGTERM or SIGHUP into `StoppedBySignal`, so that the command cleans up.
+
+    Python handles signals in the main thread: in another one nothing changes.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise StoppedBySignal(number)
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # They are ignored under nohup; None is a handler of a library's, which stays.
+        is_ours = signal.getsignal(number) not in (signal.SIG_IGN, None)
+        if current_thread() is main_thread() and is_ours:
+            before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def start_with_pdeathsig(
@@ -71,12 +98,7 @@ def start_with_pdeathsig(
 
 def tagged_environment(tag: RunTag, environment: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with more variables, for a process that carries the tag."""
-    return {
-        **os.environ,
-        **environment,
-        **tag.environment(),
-        PARENT_VARIABLE: str(os.getpid()),
-    }
+    return {**os.environ, **environment, **tag.environment(), PARENT_VARIABLE: str(os.getpid())}
 
 
 def start_in_background(
@@ -211,11 +233,7 @@ class Companions:
     """
 
     def __init__(
-        self,
-        run: RunPaths,
-        config: RunConfig,
-        tag: RunTag,
-        on_event: Callable[[Event], None],
+        self, run: RunPaths, config: RunConfig, tag: RunTag, on_event: Callable[[Event], None]
     ) -> None:
         self._companions = [_Companion(run, name, config, tag) for name in companion_names(config)]
         self._run, self._on_event = run, on_event

@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainctl.config.literal_secrets import referenced_variables
 from trainctl.config.registry import trusted_folder_variable
 from trainctl.config.schema import Accelerator, CpuBinding, RunConfig
-from trainctl.config.secrets import is_plain_variable, resolve_variables
+from trainctl.config.secrets import REDACTED, is_plain_variable, resolve_variables
 from trainctl.config.user_code import function_keys, has_own_config
-from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
+from trainctl.errors import Finding, MachineError, Severity
 from trainctl.options.precision import precision_of
 from trainctl.plans import settings
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand, NodeCommand
 from trainctl.runs.directory import read_record
 from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
 from trainctl.runs.provenance import select_variables
 
 if TYPE_CHECKING:
@@ -191,10 +193,9 @@ def user_code_folder(config: RunConfig, run: RunPaths) -> Path | None:
         return None
     where = Path(str(read_record(run)["folder"]))
     if not where.is_dir():
-        raise TrainctlError(
+        raise MachineError(
             f"{where}, which this run was launched from, is not there",
             hint="its script and functions run in that folder; start a new run elsewhere",
-            exit_code=ExitCode.environment,
         )
     return where
 
@@ -214,6 +215,34 @@ def unforwarded_variable_findings(plan: RunPlan, shell: Mapping[str, str]) -> li
         for name in select_variables(shell, SILENT_VARIABLES)
         if name not in taken
     ]
+
+
+def public_variables(request: AttemptRequest) -> dict[str, str]:
+    """Return the forwarded variables that are not secret, for a job that many people may read."""
+    launcher = request.plan.config.launcher
+    forwarded = select_variables(request.environment, launcher.forward_environment)
+    plain = {
+        name: value
+        for name, value in forwarded.items()
+        if is_plain_variable(name, launcher.plain_environment)
+    }
+    return plain | trusted_folder_variable()
+
+
+def redact_references(request: AttemptRequest) -> AttemptRequest:
+    """Return the request for a job whose own environment has what the configuration refers to."""
+    unknown = dict.fromkeys(referenced_variables(request.plan.config), REDACTED)
+    return replace(request, environment={**request.environment, **unknown})
+
+
+def scheduled_rank_variables(request: AttemptRequest) -> dict[str, str]:
+    """Return `rank_variables` for ranks to which a scheduler announces the end by SIGTERM.
+
+    A user's program gets the signal itself.
+    """
+    config = request.plan.config
+    saves = config.trains_itself and config.launcher.stop_grace_seconds > 0
+    return rank_variables(request) | ({SIGTERM_SAVES_VARIABLE: "1"} if saves else {})
 
 
 def rank_variables(

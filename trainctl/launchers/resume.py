@@ -15,7 +15,7 @@ from trainctl.config.compose import ComposedConfig
 from trainctl.config.schema import RunConfig
 from trainctl.config.store import Change, diff_configs
 from trainctl.data.source_lengths import count_source_tokens
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.launchers.planning import PlannedConfig, plan_config
 from trainctl.launchers.rank_command import user_code_folder
 from trainctl.plans.identity import (
@@ -117,7 +117,7 @@ def _find_checkpoint(run: RunPaths, step: int | None, warn: Warn) -> CheckpointI
         if look is not None and look.info is not None:
             return look.info
         problem = look.problem if look else f"{path.name} has the weights alone: no run goes on"
-        raise TrainctlError(problem, exit_code=ExitCode.run_state)
+        raise RunStateError(problem)
     checkpoint, passed_over = newest_checkpoint(run)
     for problem in passed_over:
         warn(f"checkpoint passed over: {problem}")
@@ -138,10 +138,8 @@ def require_nothing_saved(run: RunPaths) -> None:
         what = f"{run.root} saved a checkpoint at step {saved[-1]:,}, and none is there any more"
     else:
         return
-    raise TrainctlError(
-        what,
-        hint=f"bring it back, or begin anew: trainctl resume {run.root} --from-start",
-        exit_code=ExitCode.run_state,
+    raise RunStateError(
+        what, hint=f"bring it back, or begin anew: trainctl resume {run.root} --from-start"
     )
 
 
@@ -156,7 +154,7 @@ def check_same_model(config: RunConfig, path: Path, warn: Warn) -> None:
     try:
         manifest = read_manifest(path)
     except ValueError as error:
-        raise TrainctlError(str(error), exit_code=ExitCode.run_state) from None
+        raise RunStateError(str(error)) from None
     if is_old(manifest):
         warn(
             f"{path.name} was saved by trainctl {manifest.get('trainctl', '')}, which did not note "
@@ -206,7 +204,7 @@ def compare_with_checkpoint(
     back_to = step_before_decay(before, made, step)
     if back_to is not None:
         earlier = [info.step for info in list_checkpoints(run) if info.step <= back_to]
-        raise TrainctlError(
+        raise RunStateError(
             f"{checkpoint.path.name} is {step - back_to:,} steps into the decay: the stable phase "
             f"can be made longer from step {back_to:,} or before",
             hint=f"trainctl resume {run.root} --step {earlier[-1]} with the same overrides goes on "
@@ -214,7 +212,6 @@ def compare_with_checkpoint(
             if earlier
             else "there is no checkpoint so early any more: start a new run with "
             f"model.initial_weights={run.root}, or keep to training.steps={before.total_steps}",
-            exit_code=ExitCode.run_state,
         )
     change = change_of_rate(before, made, step)
     if change is not None:

@@ -24,26 +24,31 @@ from functools import partial
 from pathlib import Path
 
 from trainctl.config.schema import Accelerator
-from trainctl.errors import ExitCode, Finding, TrainctlError
-from trainctl.launchers.attempts import AgentProcess, require_space, run_attempts, start_program
+from trainctl.errors import ExitCode, Finding, MachineError, TrainctlError
+from trainctl.launchers.attempts import (
+    AgentProcess,
+    end_as_cancelled,
+    require_space,
+    run_attempts,
+    start_program,
+)
 from trainctl.launchers.config_checks import check_path, check_slurm
 from trainctl.launchers.interface import (
     AttemptRequest,
     LaunchRequest,
     Outcome,
     RenderedLaunch,
-    run_tool,
     submit,
+    submit_attempt,
 )
-from trainctl.launchers.rank_command import attempt_command, rank_variables
+from trainctl.launchers.rank_command import attempt_command, scheduled_rank_variables
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig
 from trainctl.plans.types import RunPlan
 from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
-from trainctl.runs.lock import hold_lock
-from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE
 from trainctl.runs.status import SchedulerJob, State, change_status
+from trainctl.runs.tools import run_tool
 
 _PORTS = range(20_000, 30_000)
 """Ports of the rendezvous where `launcher.port` is null: below the kernel's ephemeral ports."""
@@ -72,9 +77,9 @@ def render(request: AttemptRequest, *, address: str | None = None) -> RenderedLa
     job = environment.get(JOB_VARIABLE)
     hosts = node_names(environment.get("SLURM_JOB_NODELIST", ""))[:nodes]
     own = environment.get("SLURM_CPUS_ON_NODE", "")
-    variables = rank_variables(replace(request, cores=int(own)) if own.isdecimal() else request)
-    if plan.config.trains_itself and plan.config.launcher.stop_grace_seconds > 0:
-        variables[SIGTERM_SAVES_VARIABLE] = "1"
+    variables = scheduled_rank_variables(
+        replace(request, cores=int(own)) if own.isdecimal() else request
+    )
     command = attempt_command(
         request,
         hosts or [""] * nodes,
@@ -113,7 +118,7 @@ def submit_sweep(
     tasks = [int(run.root.name) for run, _ in attempts]
     write_text(folder / SCRIPT, array_script(plan, folder, tasks=tasks, parallel=parallel))
     output = submit(
-        ("sbatch", "--parsable", str(folder / SCRIPT)),
+        partial(run_tool, ("sbatch", "--parsable", str(folder / SCRIPT))),
         attempts,
         kind="slurm",
         job_id=lambda run, output: f"{_parse_job_id(output)}_{run.root.name}",
@@ -195,25 +200,21 @@ def run_launch(launch: LaunchRequest) -> Outcome:
             nodes (4), or its disk has no space for a checkpoint (4).
     """
     run, plan = launch.run, launch.plan
-    if launch.checkpoint_bytes is not None:
-        require_space(run.root, launch.checkpoint_bytes)
+    require_space(run.root, launch.checkpoint_bytes)
     if JOB_VARIABLE not in os.environ:
-        return _submit_job(launch)
+        rendered = render(launch.attempt_request(launch.attempt, plan))
+        return submit_attempt(launch, rendered, job_id=_parse_job_id)
     names = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
     if len(names) < plan.hardware.nodes:
-        raise TrainctlError(
+        raise MachineError(
             f"the allocation (job {os.environ[JOB_VARIABLE]}) has {len(names)} nodes, "
             f"and the plan is for {plan.hardware.nodes}",
             hint=f"hardware.nodes={len(names)}, or a larger allocation",
-            exit_code=ExitCode.environment,
         )
     address = _node_address(names[0]) if plan.hardware.nodes > 1 else None
     start = partial(start_program, name="srun", death_signal=signal.SIGHUP, agents=SrunStep)
     outcome = run_attempts(launch, render=partial(render, address=address), start=start)
-    if outcome.exit_code == ExitCode.requeue and outcome.is_cancelled:
-        outcome = replace(outcome, exit_code=int(ExitCode.terminated))
-        change_status(run, outcome.state, outcome.exit_code, outcome.message)
-    return outcome
+    return end_as_cancelled(run, outcome) if outcome.is_cancelled else outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,21 +270,6 @@ def is_preempted() -> bool:
         shown = run_tool(("scontrol", "show", "job", "--oneliner", os.environ[JOB_VARIABLE]))
         return re.search(r"\bPreemptTime=(?!None)", shown) is not None
     return False
-
-
-def _submit_job(launch: LaunchRequest) -> Outcome:
-    run, attempt = launch.run, launch.attempt
-    rendered = render(launch.attempt_request(attempt, launch.plan))
-    with hold_lock(run):
-        rendered.write(attempt)
-        output = submit(
-            rendered.commands[0],
-            [(run, attempt)],
-            kind="slurm",
-            job_id=lambda _, output: _parse_job_id(output),
-        )
-    message = f"job {_parse_job_id(output)} is submitted"
-    return Outcome(exit_code=0, state=State.queued, message=message)
 
 
 def _node_address(name: str) -> str:

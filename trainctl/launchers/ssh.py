@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainctl.config.hosts import Host
-from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.packages import check_loggers
 from trainctl.launchers.attempts import PreparedAttempt, run_attempts
-from trainctl.launchers.elastic import ElasticPlanner
+from trainctl.launchers.elastic import Availability, ElasticPlanner
 from trainctl.launchers.host_checks import HostGroup, check_hosts, planned_hosts, unprobed_hosts
 from trainctl.launchers.interface import AttemptRequest, LaunchRequest, Outcome, RenderedLaunch
+from trainctl.launchers.node_agents import NodeAgents
 from trainctl.launchers.processes import Process, ssh_command, start_with_pdeathsig
 from trainctl.launchers.rank_command import (
     attempt_command,
@@ -31,9 +31,8 @@ from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import NodeCommand
-from trainctl.runs.directory import last_attempt, run_id
-from trainctl.runs.failures import Cause, log_tail
-from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.directory import run_id
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import (
     LEASE_BEAT,
@@ -43,7 +42,6 @@ from trainctl.runs.processes import (
     encode_command,
     terminate_processes,
 )
-from trainctl.runs.records import EventWriter
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
@@ -102,11 +100,7 @@ def run_launch(launch: LaunchRequest) -> Outcome:
     if probed.group is None:
         raise TrainctlError.from_findings(probed.findings)
 
-    def on_wait(there: int, missing: list[str]) -> None:
-        with EventWriter(run.events, last_attempt(run)) as events:
-            launch.on_event(events.write("waiting", there=there, of=len(hosts), missing=missing))
-
-    planner = ElasticPlanner(launch, hosts, probed.group, on_wait)
+    pool = HostPool(launch, hosts, probed.group)
     with hold_lock(run):
         everything = RunTag(run_id(run), run.root)
         terminate_processes(everything, grace_seconds=0)
@@ -114,16 +108,59 @@ def run_launch(launch: LaunchRequest) -> Outcome:
             terminate_on_hosts(hosts, launcher, everything)
 
         def start(prepared: PreparedAttempt) -> SshAgents:
-            request, nodes = prepared.request, prepared.rendered.command.nodes
-            agents = SshAgents(run, request.attempt, prepared.tag, planner.group.hosts, launcher)
-            agents.start(nodes, request.folder or Path.cwd())
+            agents = SshAgents(prepared, pool.group.hosts)
+            nodes = prepared.rendered.command.nodes
+            agents.start(nodes, prepared.request.folder or Path.cwd())
             return agents
 
         return run_attempts(
             launch,
-            render=lambda request: render(request, group=planner.group),
+            render=lambda request: render(request, group=pool.group),
             start=start,
-            replan=planner.replan,
+            replan=ElasticPlanner(launch, pool).replan,
+        )
+
+
+class HostPool:
+    """The hosts of a launch, probed again before each restart.
+
+    `group` has the hosts that the next attempt runs on.
+
+    Args:
+        group: The hosts as they answered before the start.
+    """
+
+    def __init__(self, launch: LaunchRequest, hosts: Sequence[Host], group: HostGroup) -> None:
+        self.group = group
+        self._launch = launch
+        self._hosts = hosts
+        self._answering: Sequence[Host] = hosts
+
+    def look(self, plan: RunPlan) -> Availability:
+        """Probe all hosts, or as many of those that answered last as a smaller plan needs."""
+        nodes, launch = plan.hardware.nodes, self._launch
+        is_whole = nodes == launch.plan.hardware.nodes
+        asked = self._hosts if is_whole else self._answering[:nodes]
+        folder = user_code_folder(plan.config, launch.run)
+        checked = check_hosts(plan, asked, launch.run.root, launch.checkpoint_bytes, folder)
+        self.group = checked.group or self.group
+        if is_whole:
+            self._answering = checked.answering
+        return Availability(
+            is_ready=checked.group is not None,
+            there=len(checked.answering),
+            missing=[host.name for host in asked if host not in checked.answering],
+            problems=[finding.message for finding in checked.findings if finding.is_error],
+        )
+
+    def section(self, nodes: int) -> SshConfig:
+        """Return the launcher's section of a plan on fewer nodes."""
+        return replace(
+            section_of(self._launch.plan.config, SshConfig),
+            hosts=[host.name for host in self._answering[:nodes]],
+            hostfile=None,
+            include=None,
+            exclude=None,
         )
 
 
@@ -144,16 +181,11 @@ def _node_environment(request: AttemptRequest, group: HostGroup, node: int) -> d
     return variables
 
 
-_SSH_FAILED = 255
 _BEAT_SECONDS = 1.0
-_SETTLE_SECONDS = 1.0
-"""Time for the other agents to report a failure, after the first agent failed."""
-_END_SECONDS = 5.0
-"""Time beyond the grace for an agent to end, network latency included."""
 
 
-class SshAgents:
-    """Agents on other machines.
+class SshAgents(NodeAgents):
+    """Agents on hosts, each the remote command of an ssh.
 
     The end of an ssh tells that its agent ended, and each agent is sent a sign of life on its stdin
     all the time. So each side knows that the other is gone within `launcher.node_timeout_seconds`.
@@ -162,33 +194,20 @@ class SshAgents:
         hosts: Hosts in the order of the nodes.
     """
 
-    def __init__(
-        self,
-        run: RunPaths,
-        attempt: AttemptPaths,
-        tag: RunTag,
-        hosts: Sequence[Host],
-        launcher: SshConfig,
-    ) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._tag = tag
-        self._hosts = hosts
-        self._launcher = launcher
+    def __init__(self, prepared: PreparedAttempt, hosts: Sequence[Host]) -> None:
+        super().__init__(prepared.request, [host.name for host in hosts])
+        self._tag = prepared.tag
+        self._reached_by = hosts
+        self._ssh = section_of(prepared.request.plan.config, SshConfig)
         self._processes: list[Process] = []
-        self._first_code: int | None = None
-        self._failed_at: float | None = None
-        self._terminated_at: float | None = None
-        self._lost_nodes: list[int] = []
-        self._code: int | None = None
         self._ended = threading.Event()
 
     def start(self, nodes: Sequence[NodeCommand], folder: Path) -> None:
         """Start the agent of each node, in the same `folder` on every host."""
-        lease = {LEASE_VARIABLE: str(self._launcher.node_timeout_seconds)}
-        for host, node in zip(self._hosts, nodes, strict=True):
+        lease = {LEASE_VARIABLE: str(self._ssh.node_timeout_seconds)}
+        for host, node in zip(self._reached_by, nodes, strict=True):
             process = start_with_pdeathsig(
-                ssh_command(host, self._launcher, "trainctl.runs.processes", "exec"),
+                ssh_command(host, self._ssh, "trainctl.runs.processes", "exec"),
                 tag=self._tag,
                 log=self._attempt.agent_log(node.node),
                 has_input=True,
@@ -206,58 +225,21 @@ class SshAgents:
         # Not in the main thread, which may block on a terminal that takes no output.
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
 
-    @property
-    def margin_seconds(self) -> float:
-        return self._launcher.grace_seconds + _SETTLE_SECONDS + 2 * _END_SECONDS
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self._processes]
 
-    @property
-    def returncode(self) -> int | None:
-        return self._code
+    def _order_end(self) -> None:
+        self._send(LEASE_END)
 
-    def poll(self) -> int | None:
-        """End all agents after a first failure. Return the exit code once all have ended."""
-        if self._code is not None:
-            return self._code
-        codes = [process.poll() for process in self._processes]
-        now = time.monotonic()
-        for node, code in enumerate(codes):
-            if code not in (None, 0) and self._failed_at is None:
-                self._failed_at, self._first_code = now, code
-            if _is_lost(code) and node not in self._lost_nodes and self._terminated_at is None:
-                self._lost_nodes.append(node)
-        if None in codes:
-            if self._failed_at is not None and now > self._failed_at + _SETTLE_SECONDS:
-                self.terminate()
-            longest = self._launcher.grace_seconds + _END_SECONDS
-            if self._terminated_at is not None and now > self._terminated_at + longest:
-                for process in self._processes:
-                    process.kill()
-            return None
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _clean_nodes(self, nodes: Sequence[int]) -> list[int]:
         self._ended.set()
-        dirty = [node for node, code in enumerate(codes) if _is_lost(code)]
-        self._code = self._clean_up(dirty)
-        return self._code
-
-    def terminate(self) -> None:
-        """Tell every agent to end its ranks."""
-        if self._terminated_at is None:
-            self._terminated_at = time.monotonic()
-            self._send(LEASE_END)
-
-    def describe_death(self) -> dict[str, Any]:
-        """Return the record of an agent's own error exit; lost nodes are recorded already."""
-        log = self._attempt.agent_log(0)
-        return {
-            "rank": None,
-            "node": None,
-            "host": "",
-            "pid": None,
-            "cause": Cause.code.value,
-            "message": f"an agent ended with exit code {self._code} and recorded nothing",
-            "hint": "",
-            "log": str(log),
-            "log_tail": log_tail(log),
-        }
+        hosts = [self._reached_by[node] for node in nodes]
+        cleaned = terminate_on_hosts(hosts, self._ssh, self._tag)
+        return [node for node in nodes if cleaned[self.hosts[node]]]
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
@@ -269,46 +251,6 @@ class SshAgents:
             with suppress(BrokenPipeError, BlockingIOError):
                 assert process.stdin is not None
                 os.write(process.stdin.fileno(), message)
-
-    def _clean_up(self, dirty: Sequence[int]) -> int:
-        """Clean up hosts whose agent did not, and record lost nodes; return the exit code."""
-        cleaned = terminate_on_hosts(
-            [self._hosts[node] for node in dirty], self._launcher, self._tag
-        )
-        code = self._first_code or 0
-        for node in self._lost_nodes:
-            host = self._hosts[node]
-            is_reachable = cleaned[host.name]
-            log = self._attempt.agent_log(node)
-            tail = log_tail(log)
-            if is_reachable:
-                what, cause, code_of_loss = "the agent on it was killed", Cause.killed, 137
-            else:
-                reason = tail[-1].strip() if tail else "its ssh ended"
-                what, cause, code_of_loss = (
-                    f"was lost: {reason}",
-                    Cause.lost_node,
-                    ExitCode.training_failed,
-                )
-            if node == self._lost_nodes[0] and _is_lost(code):
-                code = int(code_of_loss)
-            with EventWriter(self._run.events, self._attempt.number) as events:
-                events.write(
-                    "failure",
-                    rank=None,
-                    node=node,
-                    host=host.name,
-                    pid=None,
-                    cause=cause.value,
-                    exit_code=None,
-                    signal=None,
-                    message=f"node {node} ({host.name}): {what}",
-                    hint=cause.hint,
-                    log=str(log),
-                    log_tail=tail,
-                    launch_exit_code=int(code_of_loss),
-                )
-        return code
 
 
 def terminate_on_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) -> dict[str, bool]:
@@ -340,8 +282,3 @@ def terminate_on_hosts(hosts: Sequence[Host], launcher: SshConfig, tag: RunTag) 
             code = process.wait()
         results[host.name] = code == 0
     return results
-
-
-def _is_lost(code: int | None) -> bool:
-    """Return True if an ssh failed or was killed, instead of passing on its agent's exit code."""
-    return code is not None and (code == _SSH_FAILED or code < 0)

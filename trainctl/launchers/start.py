@@ -292,8 +292,7 @@ def _run_attempt(
         observer.made(run)
         is_here = threading.current_thread() is threading.main_thread()
         if not has_scheduler(plan.config) and not (wait and is_here):
-            if needed_bytes is not None:
-                require_space(run.root, needed_bytes)
+            require_space(run.root, needed_bytes)
             follower = EventFollower(run.events)
             process = start_in_background(run, attempt, lock, dies_with_parent=wait)
             if not wait:
@@ -319,13 +318,10 @@ def _run_attempt(
     if outcome.exit_code == 128 + signal.SIGINT:
         raise KeyboardInterrupt(outcome.message)
     if outcome.exit_code not in (ExitCode.success, ExitCode.requeue):
-        known = set(ExitCode)
         raise RunFailed(
             outcome.message or f"{run.root} ended with exit code {outcome.exit_code}",
             hint=outcome.hint,
-            exit_code=ExitCode(outcome.exit_code)
-            if outcome.exit_code in known
-            else ExitCode.training_failed,
+            exit_code=ExitCode.of(outcome.exit_code),
             path=run.root,
             cause=outcome.cause,
             log=outcome.log,

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import psutil
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, RunStateError, TrainctlError
 from trainctl.launchers.interface import Agents, cancel
 from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import config_of
@@ -62,6 +62,7 @@ class StopHandler:
     Attributes:
         end_signal: The signal that ended the launch, if one did.
         save_reason: Reason for the request to save and end: a signal's name, or the time limit.
+        was_signalled: Whether this process got a signal to end.
         interrupt_signal: The signal that caused the request, unless it was a scheduler's.
         patience_seconds: Time that the ranks have to save and end; None without a limit.
     """
@@ -83,7 +84,7 @@ class StopHandler:
         self._interrupt_grace_seconds = interrupt_grace_seconds
         self._limit = limit
         self._save_signal: signal.Signals | None = None
-        self._was_signalled = self._is_preempted = False
+        self.was_signalled = self._is_preempted = False
         self._early_signals: list[signal.Signals] | None = None
         self._save_requested_at = self._save_by = float("inf")
         self._agents: Agents | None = None
@@ -118,7 +119,7 @@ class StopHandler:
     @property
     def is_cancelled(self) -> bool:
         """Whether a scheduler has told both this process and an agent to end."""
-        return self._was_signalled and self._is_preempted
+        return self.was_signalled and self._is_preempted
 
     @property
     def code_when_saved(self) -> int:
@@ -180,7 +181,7 @@ class StopHandler:
         if self._early_signals is not None:  # one that interrupts the decision about the first
             self._early_signals.append(received)
             return
-        is_first, self._was_signalled = not self._was_signalled, True
+        is_first, self.was_signalled = not self.was_signalled, True
         if is_first and self.end_signal is None:
             early: list[signal.Signals] = []
             self._early_signals = early
@@ -300,18 +301,18 @@ _FORCE_PATIENCE_SECONDS = 60.0
 
 
 def ask_to_stop(run: RunPaths, *, now: bool = False) -> str:
-    """Ask the launch of a live run to stop; cancel a job that has not started.
+    """Ask the launch of a live run to stop; cancel a job whose launcher is not known to run: it
+    waits, or runs on machines with a run directory of their own (SkyPilot).
 
     Returns what happens now, in words. With `now` the run ends at once, without saving.
     """
     summary = summarise_run(run)
     if summary.holder is None and summary.job is not None:
         cancel(summary.job)
-        before = read_status(run)
-        if before is not None:
-            message = "cancelled before it started"
+        message = f"job {summary.job.id} is cancelled"
+        if (before := read_status(run)) is not None:
             write_status(run, before.changed(State.stopped, message=message))
-        return f"job {summary.job.id} is cancelled"
+        return message
     # A user's own program reads no requests to save: its launcher ends it.
     ends = now or not config_of(run).trains_itself
     file_request(run, Request.end if ends else Request.stop, "trainctl runs stop")
@@ -331,11 +332,10 @@ def wait_for_end(run: RunPaths, *, now: bool = False) -> RunSummary:
     while (current := find_holder(run)) is not None:
         if now and time.monotonic() > deadline:
             if is_forced:
-                raise TrainctlError(
+                raise RunStateError(
                     f"{run.root} does not end: process {current.pid} on {current.host} holds it",
                     hint="it may be stuck in the kernel, by a disk or a network file system (state "
                     "D in `ps`), or in another container; or its scheduler needs more time",
-                    exit_code=ExitCode.run_state,
                 )
             _end_by_force(run)
             is_forced, deadline = True, time.monotonic() + patience + _FORCE_PATIENCE_SECONDS
@@ -353,10 +353,9 @@ def _end_by_force(run: RunPaths) -> None:
     elif summary.holder.host == socket.gethostname():
         terminate_processes(RunTag(run_id(run), run.root), grace_seconds=0)
     else:
-        raise TrainctlError(
+        raise RunStateError(
             f"{run.root} does not answer: process {summary.holder.pid} on {summary.holder.host}",
             hint=f"repeat this on {summary.holder.host}",
-            exit_code=ExitCode.run_state,
         )
 
 
@@ -369,10 +368,8 @@ def save_now(run: RunPaths, say: Callable[[str], None]) -> Event:
         TrainctlError: The run does not train, or ended before it saved (exit code 5).
     """
     if find_holder(run) is None:
-        raise TrainctlError(
-            f"{run.root} is not training",
-            hint="`trainctl checkpoint ls` shows what it saved",
-            exit_code=ExitCode.run_state,
+        raise RunStateError(
+            f"{run.root} is not training", hint="`trainctl checkpoint ls` shows what it saved"
         )
     follower = EventFollower(run.events)
     last = next(events_from_end(run.events, "step"), None)
@@ -382,7 +379,7 @@ def save_now(run: RunPaths, say: Callable[[str], None]) -> Event:
     saved = _wait_for_save(run, follower, since)
     if saved is None:
         withdraw_request(run, Request.checkpoint)
-        raise TrainctlError(f"{run.root} ended before it saved", exit_code=ExitCode.run_state)
+        raise RunStateError(f"{run.root} ended before it saved")
     return saved
 
 

@@ -14,7 +14,7 @@ from trainctl.config.compose import ComposedConfig, recompose
 from trainctl.config.overrides import SweepPoint, expand_sweep
 from trainctl.config.registry import function_of, register_options
 from trainctl.config.secrets import REDACTED
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.launchers.interface import check
 from trainctl.launchers.planning import compose_config
 from trainctl.launchers.planning import plan_config as make_plan
@@ -109,12 +109,7 @@ def start_sweep(
 
 
 def resume_sweep(
-    folder: Path,
-    *,
-    parallel: int | None,
-    force: bool,
-    argv: Sequence[str],
-    observer: SweepObserver,
+    folder: Path, *, parallel: int | None, force: bool, argv: Sequence[str], observer: SweepObserver
 ) -> None:
     """Start the runs of a sweep that were never started, resume interrupted ones, leave the rest.
 
@@ -181,10 +176,9 @@ def _recorded_overrides(item: RemainingRun, record: Sweep) -> tuple[str, ...]:
     overrides = record.runs[item.index] if item.index < len(record.runs) else ()
     if overrides and not any(REDACTED in text for text in overrides):
         return overrides
-    raise TrainctlError(
+    raise RunStateError(
         f"run {item.index} is not there, and what it was to be is not recorded in full",
         hint=f"trainctl launch ... --run-dir {item.run.root} makes it",
-        exit_code=ExitCode.run_state,
     )
 
 

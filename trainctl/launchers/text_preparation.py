@@ -34,13 +34,15 @@ class PreparedText:
     """Place to which each corpus was written besides the cache."""
     dropped: list[dict[str, Any]] = field(default_factory=list)
     """Record of each source's dropped documents."""
+    executor: str = ""
+    """Executor in force, in words."""
 
 
 def prepare_text(config: RunConfig, *, workers: int | None, to: str | None) -> PreparedText:
     """Tokenize the text of a configuration.
 
     Args:
-        workers: Processes; None takes one for each core.
+        workers: As in `executor_of`.
         to: Folder or URL to which the corpora are written as well, for `data=stream`. Each of
             several sources has a folder of its name there.
 
@@ -49,6 +51,7 @@ def prepare_text(config: RunConfig, *, workers: int | None, to: str | None) -> P
     """
     from trainctl.data.corpora import build_corpora
     from trainctl.data.dropped_documents import dropped_by_source
+    from trainctl.data.executors import executor_of
     from trainctl.data.source_sampler import SHARD_TOKENS
     from trainctl.data.streaming.corpora import upload_corpus
     from trainctl.data.tokenizer import load_tokenizer
@@ -72,7 +75,11 @@ def prepare_text(config: RunConfig, *, workers: int | None, to: str | None) -> P
             upload_corpus(corpus, tokenizer, places[name], SHARD_TOKENS, print_notice)
     dropped = list(dropped_by_source(config)) if has_quality_rules(config.data) else []
     return PreparedText(
-        documents=counter.documents, corpora=corpora, places=places, dropped=dropped
+        documents=counter.documents,
+        corpora=corpora,
+        places=places,
+        dropped=dropped,
+        executor=str(executor_of(config, workers)),
     )
 
 

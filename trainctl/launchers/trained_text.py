@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_in_run(
-    run: RunPaths,
-    text: str,
-    *,
-    ignore_case: bool,
-    most: int,
-    progress: Callable[[int, int], None],
+    run: RunPaths, text: str, *, ignore_case: bool, most: int, progress: Callable[[int, int], None]
 ) -> tuple[list[Match], bool]:
     """Find the documents of a run that have a text, and the steps that saw them.
 

@@ -11,16 +11,12 @@ keeps what the adapter's two products need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from trainctl.config.schema import (
-    Accelerator,
-    AttentionKind,
-    ModelConfig,
-)
-from trainctl.memory.constants import BYTES
+from trainctl.config.schema import Accelerator, AttentionKind, ModelConfig
+from trainctl.memory.constants import BYTES, FP32
 from trainctl.options.activation_checkpointing import (
     Recomputing,
     checkpointing_of,
@@ -29,6 +25,7 @@ from trainctl.options.activation_checkpointing import (
 from trainctl.options.model import Family, Norm, Region, spec_of
 from trainctl.options.precision import precision_of
 from trainctl.plans import shapes
+from trainctl.plans.settings import uses_ring
 from trainctl.plans.types import LayoutPlan
 
 
@@ -82,7 +79,6 @@ def fully_trained_block(spec: Family) -> TrainableBlock:
     return TrainableBlock(weights=frozenset(names))
 
 
-FP32 = 4
 SCORE_GRADIENT_COPIES = 2
 """Gradients of eager attention scores alive at once, in the format of the softmax."""
 
@@ -140,6 +136,19 @@ class StageActivations:
     offloaded: int
     """Block inputs kept in host memory instead of on the device."""
 
+    @classmethod
+    def of_all(cls, each: Iterable[StageActivations], beside: int = 0) -> StageActivations:
+        """Return the sum of what parts of a rank keep, and the largest of what they add while they
+        run one after the other, with `beside` more bytes.
+        """
+        parts = list(each)
+        return cls(
+            forward_end=sum(part.forward_end for part in parts),
+            block_backward=beside + max((part.block_backward for part in parts), default=0),
+            last_block=beside + max((part.last_block for part in parts), default=0),
+            offloaded=sum(part.offloaded for part in parts),
+        )
+
 
 def block_activations(
     model: ModelConfig,
@@ -164,7 +173,7 @@ def block_activations(
     hidden, up = model.hidden_size, spec.feed_forward
     width = shapes.head_dim(model)
     heads = model.num_attention_heads / tensor
-    key_heads = shapes.key_value_heads(model) / tensor
+    key_heads = shapes.own_key_value_heads(model, tensor)
     ffn = model.intermediate_size / tensor
     residual = FP32 if autocast else element
     eager = model.attention is AttentionKind.eager
@@ -179,7 +188,7 @@ def block_activations(
         key_heads = heads
     # Outputs of the projections and of attention; the last two have the block's full width.
     attended = 0.0 if eager else heads * width * element + FP32 * heads
-    own_keys = shapes.key_value_heads(model) / tensor
+    own_keys = shapes.own_key_value_heads(model, tensor)
     projected = width * (heads + 2 * own_keys) + up.matrices * ffn + 2 * hidden
     products = element * projected + attended
     query_norms = 0.0
@@ -242,12 +251,11 @@ def stage_activations(
 ) -> StageActivations:
     """Return the activations of the `blocks` blocks of a pipeline stage.
 
-    `in_flight` is the number of micro-batches whose activations are alive at once (1F1B: the
-    distance to the last stage, at most the number of micro-batches). `element` is the size of the
-    compute type in bytes. Under `autocast`, weights and the residual stream are fp32. `traced`
-    is a traced block on this rank, if the model was traced. `learning` pairs the trained parts of a
-    block with the number of such blocks that gradients reach; the other blocks keep nothing. None
-    means that all blocks are trained whole.
+    `in_flight` is the number of micro-batches whose activations are alive at once. `element` is the
+    size of the compute type in bytes. Under `autocast`, weights and the residual stream are fp32.
+    `traced` is a traced block on this rank, if the model was traced. `learning` pairs the trained
+    parts of a block with the number of such blocks that gradients reach; the other blocks keep
+    nothing. None means that all blocks are trained whole.
     """
     closed = partial(
         block_activations,
@@ -269,18 +277,13 @@ def stage_activations(
             ]
     gradients = plan.config.model.hidden_size * (element + (FP32 if autocast else element))
     tiles = plan.config.kernels.mlp_tiles
-    parts = [
+    parts = (
         _identical_blocks(
             plan, tiled_activations(block, tiles, gradients=gradients), count, in_flight
         )
         for block, count in kinds
-    ]
-    return StageActivations(
-        forward_end=sum(part.forward_end for part in parts),
-        block_backward=max((part.block_backward for part in parts), default=0),
-        last_block=max((part.last_block for part in parts), default=0),
-        offloaded=sum(part.offloaded for part in parts),
     )
+    return StageActivations.of_all(parts, ring_bytes(plan, element) if blocks else 0)
 
 
 def scale_traced_block(
@@ -336,9 +339,28 @@ def _identical_blocks(
 
 
 def tokens_per_rank(plan: LayoutPlan) -> int:
-    """Return the tokens of a micro-batch on one rank: Ulysses ranks share each sequence."""
-    share = -(-plan.batch.sequence_length // plan.mesh.sequence)
+    """Return the tokens of a micro-batch on one rank: the ranks of the sequence and context axes
+    share each sequence.
+    """
+    share = -(-plan.batch.sequence_length // plan.mesh.sequence_parts)
     return plan.batch.micro_batch_size * share
+
+
+def ring_bytes(plan: LayoutPlan, element: int) -> int:
+    """Return the bytes of keys and values in flight while ring attention runs backward in a block
+    (`engines/ring_attention.py`): those in use and those arriving, three sets of their gradients in
+    fp32 (the block's, the ones sent, the ones arriving), and the queries' gradient in fp32. With
+    one context rank nothing is sent or arrives.
+    """
+    model, mesh = plan.config.model, plan.mesh
+    if not uses_ring(plan.config):
+        return 0
+    # Ulysses and tensor ranks repeat keys where they are more than the heads.
+    key_heads = max(shapes.key_value_heads(model) / mesh.tensor, mesh.sequence, 1)
+    keys, queries = 2 * key_heads, model.num_attention_heads / mesh.tensor
+    of_keys = element + FP32 if mesh.context == 1 else 2 * element + 3 * FP32
+    each = keys * of_keys + queries * FP32
+    return round(tokens_per_rank(plan) * shapes.attended_width(model) * each)
 
 
 def compute_bytes(plan: LayoutPlan) -> int:
@@ -389,11 +411,7 @@ def _adapters_bytes(
     outputs = dict(zip(names, widths, strict=True))
     return sum(
         _adapter_bytes(
-            rank,
-            hidden if name in outputs else inner,
-            outputs.get(name, hidden),
-            element,
-            learning,
+            rank, hidden if name in outputs else inner, outputs.get(name, hidden), element, learning
         )
         for name, rank in learning.adapters(region)
     )

@@ -8,11 +8,7 @@ from functools import partial
 from typing import Any
 
 from trainctl.config.registry import function_of
-from trainctl.config.schema import (
-    Accelerator,
-    AttentionKind,
-    CompileKind,
-)
+from trainctl.config.schema import Accelerator, AttentionKind, CompileKind
 from trainctl.memory import constants
 from trainctl.memory.activations import (
     block_activations,
@@ -33,12 +29,13 @@ from trainctl.memory.host import (
 )
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.rank import Components, fullest_phase
-from trainctl.memory.stages import Stage, pipeline_stages, stages_from_anatomy
+from trainctl.memory.stages import Stage, folded_stages, pipeline_stages, stages_from_anatomy
 from trainctl.memory.teacher import store_notes, teacher_phase
 from trainctl.memory.traced import TracedModel, block_on_tensor_rank
 from trainctl.options.precision import precision_of
 from trainctl.plans.mixture import largest_batches
-from trainctl.plans.types import Batch, LayoutPlan, Mesh, RunPlan
+from trainctl.plans.shapes import repeated_heads
+from trainctl.plans.types import Batch, LayoutPlan, RunPlan
 
 BUDGET_SCHEMA = 1
 """Version of the JSON form."""
@@ -284,9 +281,12 @@ def _trained_stages(
         )
     else:
         held = pipeline_stages(model, tensor=tensor, expert=expert, stage_blocks=plan.stage_blocks)
-    held = trained_stages(plan.config, held, tensor=tensor, keeps_inputs=engine.keeps_inputs)
+    held = trained_stages(
+        plan.config, held, tensor=tensor, expert=expert, keeps_inputs=engine.keeps_inputs
+    )
+    fold = folded_stages if plan.config.parallelism.is_folded else tuple
     if traced is None or tensor == 1 or not model.has_closed_form:
-        return held
+        return fold(held)
     closed = partial(
         block_activations,
         model,
@@ -296,7 +296,7 @@ def _trained_stages(
         liger=plan.config.kernels.liger,
     )
     block = scale_traced_block(traced.block, whole=closed(), part=closed(tensor=tensor))
-    return tuple(replace(stage, traced=block) for stage in held)
+    return fold(tuple(replace(stage, traced=block) for stage in held))
 
 
 def _budget_notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
@@ -340,7 +340,7 @@ def runtime_range(plan: LayoutPlan) -> Range:
     parts = [constants.CONTEXT[accelerator]]
     if accelerator is not Accelerator.cpu:
         parts.append(constants.LIBRARY_WORKSPACE)
-        parts += [constants.COMMUNICATOR] * count_communicators(plan.mesh)
+        parts += [constants.COMMUNICATOR] * count_communicators(plan)
     return Range(
         low=sum(part.low for part in parts),
         usual=sum(part.usual for part in parts),
@@ -348,13 +348,18 @@ def runtime_range(plan: LayoutPlan) -> Range:
     )
 
 
-def count_communicators(mesh: Mesh) -> int:
+def count_communicators(plan: LayoutPlan) -> int:
     """Return the number of process groups on a device: the world, each mesh axis smaller than the
-    world, and with a pipeline its neighbours and the holders of tied weights.
+    world, HSDP's shards and copies, tensor ranks with the same key-value head, and with a pipeline
+    its neighbours and the holders of tied weights.
     """
+    mesh = plan.mesh
     if mesh.world_size == 1:
         return 0
-    axes = (mesh.data, mesh.tensor, mesh.sequence)
+    axes = [mesh.data, mesh.tensor, mesh.sequence, mesh.context]
+    axes.append(repeated_heads(plan.config.model, mesh.tensor))
+    if plan.config.zero_stage.shard_group_size is not None:
+        axes += [plan.shard_ranks, mesh.data // plan.shard_ranks]
     within = sum(1 < size < mesh.world_size for size in axes)
     return 1 + within + (2 if mesh.pipeline > 1 else 0)
 

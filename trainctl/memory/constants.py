@@ -12,7 +12,8 @@ from trainctl.config.schema import Accelerator, DataType
 
 GIB = 2**30
 
-BYTES = {DataType.fp32: 4, DataType.bf16: 2, DataType.fp16: 2, DataType.fp8: 2}
+FP32 = 4
+BYTES = {DataType.fp32: FP32, DataType.bf16: 2, DataType.fp16: 2, DataType.fp8: 2}
 """Bytes per element. fp8 training keeps weights in bf16 and casts them for each product."""
 
 

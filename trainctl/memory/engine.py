@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from trainctl.config.schema import (
     Accelerator,
@@ -47,7 +48,8 @@ class Group:
 def stage_groups(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
     """Return the parameter groups of a stage, in the order of its tensors."""
     found: dict[tuple[optimizers.GroupKey, int], Group] = {}
-    for piece, count, key in _pieces_by_group(config, stage):
+    pieces = (found for part in stage.parts for found in _pieces_by_group(config, part))
+    for piece, count, key in pieces:
         # Experts sharded over the expert axis are separate groups.
         before = found.get((key, piece.spread), Group(elements=0, largest=0))
         numel = piece.numel * (piece.spread if config.zero_stage.stage else 1)
@@ -63,25 +65,43 @@ def stage_groups(config: RunConfig, stage: Stage) -> tuple[Group, ...]:
     return tuple(found.values())
 
 
+def tensors_by_group(config: RunConfig, stage: Stage) -> list[tuple[int, list[int]]]:
+    """Return the `spread` of each parameter group of a stage, and the elements of its tensors on
+    this rank, in the model's order.
+    """
+    found: dict[tuple[optimizers.GroupKey, int], list[int]] = {}
+    pieces = (each for part in stage.parts for each in _pieces_by_group(config, part))
+    for count, alike in groupby(pieces, key=lambda each: each[1]):
+        of_block: dict[tuple[optimizers.GroupKey, int], list[int]] = {}
+        for piece, _, key in alike:
+            of_block.setdefault((key, piece.spread), []).append(piece.numel)
+        for group, sizes in of_block.items():
+            found.setdefault(group, []).extend(sizes * count)
+    return [(spread, sizes) for (_, spread), sizes in found.items()]
+
+
 def _pieces_by_group(
     config: RunConfig, stage: Stage
 ) -> Iterator[tuple[Piece, int, optimizers.GroupKey]]:
     """Yield each piece with its number of tensors in a group and the key of the group."""
     optimizer = config.optimizer
     blocks = range(stage.first_block, stage.first_block + max(stage.blocks, 1))
-    if not optimizer.groups and optimizer.layer_lr_decay == 1:
+    alike = not optimizer.groups and optimizer.layer_lr_decay == 1
+    if alike:
         blocks = blocks[:1]  # all blocks have the same groups
     prefix = shapes.block_prefix(config.model)
-    known: dict[tuple[int | str, bool], optimizers.GroupKey] = {}
+    undecayed = shapes.undecayed(config.model)
+    known: dict[tuple[int | str, bool, bool], optimizers.GroupKey] = {}
     for piece in stage.pieces:
         shape = (1, 1) if piece.is_matrix else (1,)  # only the number of dimensions matters
-        names: dict[int | str, str] = {piece.name: piece.name}
+        kind = shapes.without_block(piece.name) if alike else piece.name
+        names: dict[int | str, str] = {kind: piece.name}
         is_of_each_block = piece.in_block and piece.count == stage.blocks
         if is_of_each_block and shapes.block_of(piece.name) is None:
             names = {block: f"{prefix}.{block}.{piece.name}" for block in blocks}
         for block, name in names.items():
             # Without patterns on names, tensors of a block differ by their kind alone.
-            told_by = (name if optimizer.groups else block, piece.is_matrix)
+            told_by = (name if optimizer.groups else block, piece.is_matrix, name in undecayed)
             if told_by not in known:
                 known[told_by] = optimizers.group_of(config, name, shape, embedding=piece.embedding)
             yield piece, piece.count // len(names), known[told_by]
@@ -93,7 +113,9 @@ class EngineMemory:
 
     config: RunConfig
     ranks: int
-    """Ranks that ZeRO partitions over (data times sequence)."""
+    """Ranks that ZeRO partitions over: those of data, context and sequence, or an HSDP shard
+    group.
+    """
     weight_bytes: int
     """Bytes per element of a weight that the model computes with."""
     gradient_bytes: int
@@ -249,7 +271,7 @@ def read_engine(plan: LayoutPlan) -> EngineMemory:
     on_cpu = plan.hardware.accelerator is Accelerator.cpu
     return EngineMemory(
         config=config,
-        ranks=plan.mesh.data * plan.mesh.sequence,
+        ranks=plan.shard_ranks,
         weight_bytes=BYTES[used.weights],
         gradient_bytes=BYTES[used.gradient_accumulation],
         communication_bytes=BYTES[used.communication],

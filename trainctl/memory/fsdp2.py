@@ -6,7 +6,7 @@ Each function follows the behaviour of torch 2.13; file names in comments are un
 
 from __future__ import annotations
 
-from trainctl.memory.constants import LogitBytes
+from trainctl.memory.constants import FP32, LogitBytes
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.host import pinned_bytes
 from trainctl.memory.rank import Components, RankMemory, head_input_bytes, logits_bytes, rank_memory
@@ -14,8 +14,6 @@ from trainctl.memory.rollout import rollout_phase
 from trainctl.memory.stages import Stage
 from trainctl.options.optimizer import Update
 from trainctl.plans.types import LayoutPlan
-
-FP32 = 4
 
 
 def phases(

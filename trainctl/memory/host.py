@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 from trainctl.config.registry import function_of, load_spec
 from trainctl.config.schema import Accelerator, OffloadDevice
 from trainctl.config.sections import callbacks_of
-from trainctl.memory.activations import compute_bytes, stage_activations
 from trainctl.memory.constants import (
     CHECKPOINT_MANIFEST_BYTES,
+    FP32,
     HOST_RUNTIME,
     MIRROR_BYTES,
     NVME_OPTIMIZER_BUFFERS,
 )
-from trainctl.memory.engine import EngineMemory
+from trainctl.memory.engine import EngineMemory, tensors_by_group
 from trainctl.memory.partial import trained_stages
+from trainctl.memory.rank import activations_of_rank
 from trainctl.memory.stages import Stage, pipeline_stages
 from trainctl.options.activation_checkpointing import recomputing_section
 from trainctl.plans.schedule import Curve
 from trainctl.plans.types import LayoutPlan, RunPlan
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +53,7 @@ def host_budget(
     per_rank["callbacks"] = counted * sum(spec.host_bytes for spec in specs)
     settings = recomputing_section(plan.config)
     if settings is not None and settings.offload_to_cpu:
-        activations = stage_activations(
-            plan,
-            blocks=stage.blocks,
-            in_flight=min(plan.batch.gradient_accumulation_steps, plan.mesh.pipeline - stage.index),
-            element=compute_bytes(plan),
-            autocast=engine.autocast,
-            traced=stage.traced,
-            learning=stage.learning,
-        )
-        per_rank["activations"] = activations.offloaded
+        per_rank["activations"] = activations_of_rank(plan, engine, stage).offloaded
     ranks = plan.hardware.devices_per_node
     components = {name: size * ranks for name, size in per_rank.items() if size}
     if plan.config.checkpoint.mirror is not None:
@@ -88,10 +80,8 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
     if engine.stage == 3:
         staging = {"gradients": pinned_bytes(engine, engine.gradient_bytes * own)}
     elif engine.accumulates and engine.stage == 2:
-        # Reduced after each micro-batch (stage 1 leaves them on the device until the last), in
-        # buffers of whole tensors: the first and last tensor of a partition count fully.
-        cut = trained.largest if engine.ranks > 1 else 0
-        staging["gradients"] = engine.weight_bytes * (own + cut)
+        # Reduced after each micro-batch (stage 1 leaves them on the device until the last).
+        staging["gradients"] = engine.weight_bytes * _accumulated_elements(engine, trained)
     if engine.offload.optimizer is OffloadDevice.nvme:
         largest = max((engine.sub_group(group) for group in groups), default=0)
         pool = NVME_OPTIMIZER_BUFFERS * FP32 * largest
@@ -110,6 +100,23 @@ def _offloaded_optimizer(engine: EngineMemory, stage: Stage) -> dict[str, int]:
             pinned_bytes(engine, engine.master_bytes * share) for share in shares
         ),
     } | staging
+
+
+def _accumulated_elements(engine: EngineMemory, trained: Stage) -> int:
+    """Return the elements of the gradients that the fullest rank accumulates on the host.
+
+    They are whole tensors, also of those that partitions share
+    (`async_accumulate_grad_in_cpu_via_gpu`, zero/stage_1_and_2.py).
+    """
+    held = [0] * engine.ranks
+    for spread, sizes in tensors_by_group(engine.config, trained):
+        ends = [0, *accumulate(sizes)]
+        share = -(-ends[-1] * spread // engine.ranks)
+        for rank in range(engine.ranks):
+            start = min(rank // spread * share, ends[-1])
+            last = min(bisect_left(ends, start + share), len(sizes))
+            held[rank] += ends[last] - ends[bisect_right(ends, start) - 1]
+    return max(held)
 
 
 def _offloaded_parameters(engine: EngineMemory, stage: Stage) -> dict[str, int]:

@@ -13,13 +13,17 @@ from functools import lru_cache
 
 from trainctl.config.schema import RunConfig
 from trainctl.memory.activations import TrainableBlock, fully_trained_block
-from trainctl.memory.stages import Piece, Stage, elements_per_rank
+from trainctl.memory.stages import Piece, Stage, elements_per_rank, tensor_parts
+from trainctl.memory.traced import ConfigKey
 from trainctl.options.adapter import low_rank
 from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.model import spec_of
 from trainctl.plans import shapes
 from trainctl.plans.shapes import TensorShape
 from trainctl.plans.trainable import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
     Trainable,
     block_numbers,
     is_partial,
@@ -31,7 +35,12 @@ from trainctl.plans.trainable import (
 
 
 def trained_stages(
-    config: RunConfig, stages: tuple[Stage, ...], *, tensor: int = 1, keeps_inputs: bool = False
+    config: RunConfig,
+    stages: tuple[Stage, ...],
+    *,
+    tensor: int = 1,
+    expert: int = 1,
+    keeps_inputs: bool = False,
 ) -> tuple[Stage, ...]:
     """Return the stages as the run trains them: with its adapter, and with its frozen weights.
 
@@ -40,29 +49,15 @@ def trained_stages(
     """
     if not is_partial(config):
         return stages
-    key = _TrainableKey(config)
-    return tuple(_trained_stage(key, stage, tensor, keeps_inputs) for stage in stages)
-
-
-class _TrainableKey:
-    """Configuration as a cache key: equal if the keys that decide what trains are equal.
-
-    A search over plans asks hundreds of times while changing other keys.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self._text = repr((config.model, config.adapter, config.training.freeze))
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TrainableKey) and self._text == other._text
+    # A search over plans asks hundreds of times while changing other keys.
+    key = ConfigKey(config, repr((config.model, config.adapter, config.training.freeze)))
+    return tuple(_trained_stage(key, stage, tensor, expert, keeps_inputs) for stage in stages)
 
 
 @lru_cache(maxsize=512)
-def _trained_stage(key: _TrainableKey, stage: Stage, tensor: int, keeps_inputs: bool) -> Stage:
+def _trained_stage(
+    key: ConfigKey, stage: Stage, tensor: int, expert: int, keeps_inputs: bool
+) -> Stage:
     """Return a stage as the run trains it."""
     found, blocks, trained = _trained_tensors(key)
     learning = _trainable_blocks(key, keeps_inputs)
@@ -71,13 +66,14 @@ def _trained_stage(key: _TrainableKey, stage: Stage, tensor: int, keeps_inputs: 
     marked = (_mark_trained(piece, own, prefix, trained) for piece in stage.pieces)
     packed = _packed_matrix_bytes(key)
     pieces = [_quantized_piece(piece, own, prefix, packed) for pieces in marked for piece in pieces]
-    pieces += _adapter_pieces(_adapter_tensors(found, blocks, own), own, prefix, tensor)
+    added = _adapter_tensors(found, blocks, own)
+    pieces += _adapter_pieces(added, own, prefix, tensor=tensor, expert=expert)
     live = Counter(learning[block] for block in own if block in learning)
     return replace(stage, pieces=tuple(pieces), learning=tuple(live.items()))
 
 
 @lru_cache(maxsize=8)
-def _trained_tensors(key: _TrainableKey) -> tuple[Trainable, dict[str, int], frozenset[str]]:
+def _trained_tensors(key: ConfigKey) -> tuple[Trainable, dict[str, int], frozenset[str]]:
     """Return what trains, the block index of each parameter, and all names of trained
     parameters.
     """
@@ -115,7 +111,7 @@ def _quantized_piece(piece: Piece, own: range, prefix: str, packed: Mapping[str,
 
 
 @lru_cache(maxsize=8)
-def _packed_matrix_bytes(key: _TrainableKey) -> dict[str, int]:
+def _packed_matrix_bytes(key: ConfigKey) -> dict[str, int]:
     """Return the size in bytes of each matrix quantized to 8 or 4 bits."""
     adapter = low_rank(key.config.adapter)
     return {
@@ -129,34 +125,44 @@ def _adapter_tensors(
     found: Trainable, blocks: Mapping[str, int], own: range
 ) -> Iterator[TensorShape]:
     """Return the adapter's tensors in the stage's own blocks."""
-    adapted = {layer.name for layer in found.adapted if blocks[f"{layer.name}.weight"] in own}
-    return (item for item in found.trained if item.name.rpartition(".")[0] in adapted)
+    names = {
+        layer.added_name(name)
+        for layer in found.adapted
+        if blocks[layer.weight] in own
+        for name in (LORA_A, LORA_B, MAGNITUDE)
+    }
+    return (item for item in found.trained if item.name in names)
 
 
 def _adapter_pieces(
-    added: Iterable[TensorShape], own: range, prefix: str, tensor: int
+    added: Iterable[TensorShape], own: range, prefix: str, *, tensor: int, expert: int
 ) -> Iterator[Piece]:
     """Yield the pieces of an adapter; tensors that all blocks have alike are one piece."""
-    alike: dict[tuple[str, tuple[int, ...], bool], list[TensorShape]] = {}
+    alike: dict[tuple[str, tuple[int, ...], int], list[TensorShape]] = {}
     for item in added:
         inside = item.name.removeprefix(f"{prefix}{shapes.block_of(item.name)}.")
-        alike.setdefault((inside, item.shape, item.sharded), []).append(item)
-    for (inside, shape, sharded), items in alike.items():
+        alike.setdefault((inside, item.shape, item.shares), []).append(item)
+    for (inside, shape, shares), items in alike.items():
         together = len(items) == len(own)
+        is_expert = len(shape) == 3
+        spread = expert if is_expert else 1
+        divides = tensor * spread if spread > 1 else tensor_parts(shares, tensor)
         for name in [inside] if together else [item.name for item in items]:
             yield Piece(
-                numel=elements_per_rank(items[0].numel, tensor) if sharded else items[0].numel,
+                numel=elements_per_rank(items[0].numel, divides),
                 count=len(items) if together else 1,
                 is_matrix=len(shape) > 1,
                 in_block=True,
                 embedding=False,
                 factors=sum(shape),
                 name=name,
+                is_expert=is_expert,
+                spread=spread,
             )
 
 
 @lru_cache(maxsize=16)
-def _trainable_blocks(key: _TrainableKey, keeps_inputs: bool) -> dict[int, TrainableBlock]:
+def _trainable_blocks(key: ConfigKey, keeps_inputs: bool) -> dict[int, TrainableBlock]:
     """Return the trained parts of each block that gradients reach, by block index.
 
     Gradients reach every block from the first one with a trained tensor, or all blocks if the
@@ -172,7 +178,7 @@ def _trainable_blocks(key: _TrainableKey, keeps_inputs: bool) -> dict[int, Train
             block = blocks[item.name]
             weights[block].add(item.name.removeprefix(f"{prefix}.{block}."))
     for layer in found.adapted:
-        block = blocks[f"{layer.name}.weight"]
+        block = blocks[layer.weight]
         name = layer.name.removeprefix(f"{prefix}.{block}.")
         ranks[block].append((name, adapter.rank if adapter is not None else 0))
     frozen = {blocks[item.name] for item in found.frozen if item.name in blocks}

@@ -6,14 +6,8 @@ Each function follows the behaviour of DeepSpeed 0.19; file names in comments ar
 
 from __future__ import annotations
 
-from trainctl.memory.activations import (
-    compute_bytes,
-    tokens_per_rank,
-)
-from trainctl.memory.constants import (
-    STAGE0_ALLREDUCE_ELEMENTS,
-    LogitBytes,
-)
+from trainctl.memory.activations import compute_bytes, tokens_per_rank
+from trainctl.memory.constants import FP32, STAGE0_ALLREDUCE_ELEMENTS, LogitBytes
 from trainctl.memory.engine import EngineMemory
 from trainctl.memory.rank import (
     Components,
@@ -21,6 +15,7 @@ from trainctl.memory.rank import (
     fused_head_bytes,
     head_input_bytes,
     logits_bytes,
+    micro_batches_in_flight,
     rank_memory,
 )
 from trainctl.memory.rollout import rollout_phase
@@ -28,8 +23,6 @@ from trainctl.memory.stages import Stage
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of
 from trainctl.plans.types import LayoutPlan
-
-FP32 = 4
 
 
 def phases(
@@ -117,9 +110,15 @@ def _bucket_elements(engine: EngineMemory, elements: int) -> int:
 
 def _unpartitioned_bytes(engine: EngineMemory, stage: Stage) -> int:
     """Return the bytes kept whole at stage 3: small tensors, and ZeRO++'s secondary partition."""
-    whole = stage.bytes_below(engine.zero.param_persistence_threshold, engine.weight_bytes)
+    whole = _persistent_bytes(engine, stage)
     hpz = engine.zero.hpz_partition_size
     return whole + (-(-stage.bytes(engine.weight_bytes) // hpz) if hpz > 1 else 0)
+
+
+def _persistent_bytes(engine: EngineMemory, stage: Stage) -> int:
+    """Return the bytes of small tensors, which stage 3 gathers once and keeps."""
+    threshold = engine.zero.param_persistence_threshold
+    return stage.bytes_below(threshold, engine.weight_bytes, engine.ranks)
 
 
 def _partitioned_weight_bytes(rank: RankMemory) -> int:
@@ -127,8 +126,7 @@ def _partitioned_weight_bytes(rank: RankMemory) -> int:
     engine, stage = rank.engine, rank.stage
     if engine.stage < 3 or _shard_is_whole_model(engine):
         return 0
-    persistent = stage.bytes_below(engine.zero.param_persistence_threshold, engine.weight_bytes)
-    return stage.bytes(engine.weight_bytes) - persistent
+    return stage.bytes(engine.weight_bytes) - _persistent_bytes(engine, stage)
 
 
 def _gathered_weight_bytes(
@@ -264,7 +262,7 @@ def _all_to_all_bytes(rank: RankMemory) -> int:
     plan = rank.plan
     if plan.mesh.expert == 1:
         return 0
-    rows = tokens_per_rank(plan) * (plan.config.model.experts_per_token or 1)
+    rows = tokens_per_rank(plan) * (plan.config.model.experts_per_token or 1) // plan.mesh.tensor
     return 2 * rows * plan.config.model.hidden_size * compute_bytes(plan)
 
 
@@ -376,12 +374,10 @@ def _pipeline_buffers(rank: RankMemory) -> int:
     """Return the bytes of the outputs that a pipeline stage keeps for each micro-batch in flight,
     and of the gradient that it receives for one (`pipe_buffers`, pipe/engine.py).
     """
-    stages, index = rank.plan.mesh.pipeline, rank.stage.index
-    if index == stages - 1:
-        return 0
-    in_flight = min(rank.plan.batch.gradient_accumulation_steps, stages - index)
     output = tokens_per_rank(rank.plan) * rank.plan.config.model.hidden_size
-    return (in_flight + 1) * compute_bytes(rank.plan) * output
+    sending = (part for part in rank.stage.parts if not part.has_head)
+    held = sum(micro_batches_in_flight(rank.plan, part) + 1 for part in sending)
+    return held * compute_bytes(rank.plan) * output
 
 
 def _update_phase(rank: RankMemory) -> Components:

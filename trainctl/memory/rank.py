@@ -13,7 +13,7 @@ from trainctl.memory.activations import (
     stage_activations,
     tokens_per_rank,
 )
-from trainctl.memory.constants import FUSED_HEAD_GRADIENT_BYTES, LOGIT_BYTES, LogitBytes
+from trainctl.memory.constants import FP32, FUSED_HEAD_GRADIENT_BYTES, LOGIT_BYTES, LogitBytes
 from trainctl.memory.engine import EngineMemory, Group
 from trainctl.memory.stages import Stage
 from trainctl.options.activation_checkpointing import recomputing_section
@@ -139,27 +139,40 @@ def rank_memory(
     logit_bytes: LogitBytes | None = None,
 ) -> RankMemory:
     """Build the inputs of a rank's phases. `logit_bytes` is None for trainctl's plain loss."""
-    micro_batches = plan.batch.gradient_accumulation_steps
     return RankMemory(
         plan=plan,
         engine=engine,
         stage=stage,
         groups=engine.groups(stage),
-        activations=stage_activations(
-            plan,
-            blocks=stage.blocks + (plan.config.model.future_blocks or 0 if stage.has_head else 0),
-            in_flight=min(micro_batches, plan.mesh.pipeline - stage.index),
-            element=compute_bytes(plan),
-            autocast=engine.autocast,
-            traced=stage.traced,
-            learning=stage.learning,
-        ),
+        activations=activations_of_rank(plan, engine, stage),
         logit_bytes=_distilled_logit_bytes(plan) or logit_bytes or LOGIT_BYTES[compute_bytes(plan)],
         resident=resident,
     )
 
 
-FP32 = 4
+def activations_of_rank(plan: LayoutPlan, engine: EngineMemory, stage: Stage) -> StageActivations:
+    """Return the activations of the blocks on a rank, those that predict later tokens included."""
+    future = plan.config.model.future_blocks or 0
+    return StageActivations.of_all(
+        stage_activations(
+            plan,
+            blocks=part.blocks + (future if part.has_head else 0),
+            in_flight=micro_batches_in_flight(plan, part),
+            element=compute_bytes(plan),
+            autocast=engine.autocast,
+            traced=part.traced,
+            learning=part.learning,
+        )
+        for part in stage.parts
+    )
+
+
+def micro_batches_in_flight(plan: LayoutPlan, stage: Stage) -> int:
+    """Return the micro-batches whose activations a stage holds at once: at most one for each stage
+    from it to the last, under 1F1B and under DualPipeV.
+    """
+    later = plan.config.parallelism.stages - stage.index
+    return min(plan.batch.gradient_accumulation_steps, later)
 
 
 def head_input_bytes(rank: RankMemory) -> int:

@@ -33,7 +33,9 @@ class Piece:
     is_expert: bool = False
     """Whether the tensor is part of an expert, which `parallelism.expert` divides."""
     tensor_ranks: int = 1
-    """Number of tensor ranks that divide the whole tensor."""
+    """Number of equal parts of the whole tensor that tensor ranks hold: as many as these ranks,
+    unless a key-value head is on several.
+    """
     spread: int = 1
     """Number of expert ranks that divide the whole tensor, besides the tensor ranks. ZeRO
     partitions this rank's part over that many times fewer ranks.
@@ -86,6 +88,13 @@ class Stage:
     """Trained parts of a block, each with the number of such blocks that gradients reach; None if
     all blocks are trained whole (`trainctl.memory.partial`).
     """
+    pair: tuple[Stage, ...] = ()
+    """The two stages that this one stands for, if the rank has two."""
+
+    @property
+    def parts(self) -> tuple[Stage, ...]:
+        """Stages of consecutive blocks: this one, or the rank's two."""
+        return self.pair or (self,)
 
     @property
     def trained(self) -> Stage:
@@ -100,6 +109,7 @@ class Stage:
             pieces=tuple(piece for piece in self.pieces if piece.trains),
             embedding=self.embedding if any(piece.trains for piece in embeddings) else 0,
             head=self.head if any(piece.trains for piece in heads or embeddings) else 0,
+            pair=tuple(part.trained for part in self.pair),
         )
 
     @property
@@ -166,10 +176,36 @@ class Stage:
         size = sum(piece.bytes(piece.total, weight_bytes) for piece in inside)
         return size // max(self.blocks, 1)
 
-    def bytes_below(self, threshold: int, weight_bytes: int) -> int:
-        """Return the bytes of all tensors of at most `threshold` elements."""
-        small = (piece for piece in self.pieces if piece.numel <= threshold)
+    def bytes_below(self, threshold: int, weight_bytes: int, ranks: int) -> int:
+        """Return the bytes of the tensors of at most `threshold` elements that ZeRO partitions;
+        `ranks` are those of tensors which the expert axis does not divide.
+        """
+        shared = (piece for piece in self.pieces if piece.spread < ranks)
+        small = (piece for piece in shared if piece.numel <= threshold)
         return sum(piece.bytes(piece.total, weight_bytes) for piece in small)
+
+
+def folded_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """Return what each rank of a folded pipeline holds, as one stage: those as far from either end.
+
+    A head tied to the embedding is the same tensor on the first rank.
+    """
+    found = []
+    for first, second in zip(stages[: len(stages) // 2], reversed(stages), strict=False):
+        second = replace(second, pieces=tuple(p for p in second.pieces if not p.embedding))
+        learning = None if first.learning is None else first.learning + (second.learning or ())
+        found.append(
+            replace(
+                first,
+                blocks=first.blocks + second.blocks,
+                has_head=second.has_head,
+                head=second.head,
+                pieces=first.pieces + second.pieces,
+                learning=learning,
+                pair=(first, second),
+            )
+        )
+    return tuple(found)
 
 
 def pipeline_stages(
@@ -244,8 +280,10 @@ def _stage_from_anatomy(
 
 
 def _piece_of_parameter(parameter: Parameter, tensor: int, expert: int) -> Piece:
-    numel = elements_per_rank(parameter.numel, tensor) if parameter.shares else parameter.numel
     spread = expert if parameter.role is Role.expert else 1
+    # Shared-out experts are whole: tensor ranks have different ones, and no parts of them.
+    ranks = tensor if spread > 1 else tensor_parts(parameter.shares, tensor)
+    numel = elements_per_rank(parameter.numel, ranks)
     return Piece(
         numel=elements_per_rank(numel, spread),
         count=1,
@@ -253,7 +291,7 @@ def _piece_of_parameter(parameter: Parameter, tensor: int, expert: int) -> Piece
         in_block=parameter.block is not None,
         embedding=parameter.role is Role.embedding,
         factors=sum(parameter.shape),
-        tensor_ranks=tensor if parameter.shares else 1,
+        tensor_ranks=ranks,
         name=parameter.name,
         is_expert=parameter.role is Role.expert,
         spread=spread,
@@ -281,7 +319,7 @@ def _make_stage(model: ModelConfig, index: int, counts: Sequence[int], *, tensor
         has_embedding=first,
         has_head=last,
         embedding=elements_per_rank(embedding, tensor) if first else 0,
-        head=elements_per_rank(head.numel, tensor if head.sharded else 1) if last else 0,
+        head=elements_per_rank(head.numel, tensor_parts(head.shares, tensor)) if last else 0,
         pieces=tuple(pieces),
         first_block=sum(counts[:index]),
     )
@@ -299,16 +337,24 @@ def _pieces_on_tensor_rank(
     """
     for item in tensors:
         if count != 0 and item.numel:
+            parts = tensor_parts(item.shares, tensor)
             yield Piece(
-                numel=elements_per_rank(item.numel, tensor) if item.sharded else item.numel,
+                numel=elements_per_rank(item.numel, parts),
                 count=1 if count is None else count,
                 is_matrix=item.is_matrix,
                 in_block=count is not None,
                 embedding=embedding or item.embedding,
                 factors=sum(item.shape),
-                tensor_ranks=tensor if item.sharded else 1,
+                tensor_ranks=parts,
                 name=item.name,
             )
+
+
+def tensor_parts(shares: int, tensor: int) -> int:
+    """Return the number of parts that a tensor of `shares` units is cut into for tensor ranks; with
+    fewer units than ranks (key-value heads), several ranks hold the same part.
+    """
+    return min(shares, tensor) if shares else 1
 
 
 def elements_per_rank(numel: int, ranks: int) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import RunConfig
 from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
+from trainctl.memory.stages import tensor_parts
 from trainctl.models.anatomy import Anatomy, parse_anatomy
 from trainctl.models.tracing import known_trace, trace_in_child
 from trainctl.plans.shapes import count_parameters
@@ -83,43 +84,27 @@ def block_on_tensor_rank(traced: TracedModel, tensor: int) -> BlockActivations:
 
 def _weight_fraction(anatomy: Anatomy, part: str, tensor: int) -> float:
     """Return the fraction of a part's weights, over all blocks, that one tensor rank holds."""
-    numel = shared = 0
+    numel = held = 0.0
     for parameter in anatomy.parameters:
         if parameter.block is None:
             continue
         inside = parameter.name.removeprefix(f"{anatomy.blocks[parameter.block].name}.")
         if block_part(inside.split(".")[0]) == part:
             numel += parameter.numel
-            shared += parameter.numel if parameter.shares else 0
-    return 1 - shared / numel * (1 - 1 / tensor) if numel else 1.0
+            held += parameter.numel / tensor_parts(parameter.shares, tensor)
+    return held / numel if numel else 1.0
 
 
 _KEPT = 8
 """Traces of different lengths, formats and models kept during one search."""
 
 
-class _TraceKey:
-    """Configuration as a cache key: equal for all configurations with the same trace."""
+@dataclass(frozen=True, slots=True)
+class ConfigKey:
+    """Configuration as a cache key: equal to those with the same `parts`."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        model = config.model
-        self.key = (
-            model.path,
-            model.is_module and config.parallelism.tensor,
-            repr(getattr(model, "arguments", "")),
-            model.attention,
-            tuple(model.anatomy),
-            repr(config.precision),
-            config.training.sequence_length,
-            config.data.mask_documents,
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TraceKey) and self.key == other.key
+    config: RunConfig = field(compare=False)
+    parts: Hashable
 
 
 def traced_model(config: RunConfig) -> TracedModel | None:
@@ -128,7 +113,20 @@ def traced_model(config: RunConfig) -> TracedModel | None:
     Raises:
         TrainctlError: The model cannot be traced.
     """
-    return _traced_of_key(_TraceKey(config)) if config.model.needs_trace else None
+    model = config.model
+    if not model.needs_trace:
+        return None
+    parts = (
+        model.path,
+        model.is_module and config.parallelism.tensor,
+        repr(getattr(model, "arguments", "")),
+        model.attention,
+        tuple(model.anatomy),
+        repr(config.precision),
+        config.training.sequence_length,
+        config.data.mask_documents,
+    )
+    return _traced_of_key(ConfigKey(config, parts))
 
 
 def known_traced_model(config: RunConfig) -> TracedModel | None:
@@ -157,7 +155,7 @@ def _family(config: RunConfig) -> str:
 
 
 @lru_cache(maxsize=_KEPT)
-def _traced_of_key(asked: _TraceKey) -> TracedModel:
+def _traced_of_key(asked: ConfigKey) -> TracedModel:
     return trace_model(asked.config)
 
 

@@ -1,12 +1,11 @@
 """Work on checkpoints of other trainers, in one process: `python -m trainctl.migration TASK ...`.
 
-The command line, which loads no torch, starts it; it answers as `trainctl.train.offline` does.
+The command line, which loads no torch, starts it; it is called and answers as
+`trainctl.train.offline` is and does.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,25 +16,14 @@ from typing import Any
 from trainctl.train.offline import answer
 
 
-def main() -> int:
-    """Do the task; return the exit code."""
-    return answer(partial(_run_task, _parser().parse_args()))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainctl.migration")
-    tasks = parser.add_subparsers(dest="task", required=True)
-    imports = tasks.add_parser("import")
-    imports.add_argument("directory", type=Path)
-    imports.add_argument("run_dir", type=Path)
-    imports.add_argument("plan", type=Path)
-    imports.add_argument("argv", type=json.loads)
-    imports.add_argument("--from", dest="format")
-    return parser
-
-
-def _run_task(
-    arguments: argparse.Namespace, progress: Callable[[str, int, int], None]
+def _import(
+    directory: str,
+    run_dir: str,
+    plan: str,
+    argv: list[str],
+    format: str | None,
+    *,
+    progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:
     # Slow imports.
     from trainctl.data.user_functions import make_importable
@@ -45,19 +33,19 @@ def _run_task(
     from trainctl.migration.checkpoints.write import import_source
     from trainctl.runs.directory import read_plan
 
-    plan = read_plan(arguments.plan)
-    require_definitions(plan.config, {ProcessKind.model})
-    if plan.config.model.factory is not None:
+    made_plan = read_plan(Path(plan))
+    require_definitions(made_plan.config, {ProcessKind.model})
+    if made_plan.config.model.factory is not None:
         make_importable(Path.cwd())
     made = import_source(
-        open_source(arguments.directory, arguments.format),
-        plan,
-        arguments.run_dir,
-        argv=arguments.argv,
-        progress=lambda done, total: progress("importing", done, total),
+        open_source(Path(directory), format),
+        made_plan,
+        Path(run_dir),
+        argv=argv,
+        progress=partial(progress, "importing"),
     )
     return asdict(made)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer({"import": _import}))

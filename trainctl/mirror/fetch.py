@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.errors import Finding, RunStateError, TrainctlError
 from trainctl.mirror.index import (
     PARTS_AT_ONCE,
     Index,
@@ -53,10 +53,9 @@ class Mirror:
         self._store = Store(self.url, notify=notify)
         index, _ = newest_index(self._store)
         if index is None:
-            raise TrainctlError(
+            raise RunStateError(
                 f"there is no mirror of a run at {self.url}",
                 hint="the URL is that of checkpoint.mirror",
-                exit_code=ExitCode.run_state,
             )
         self.index: Index = index
 
@@ -84,10 +83,9 @@ class Mirror:
             found = [each for each in listed if each.step == step][-1:]
         if not found:
             what = f"of step {step}" if metric is None else f"with the metric {metric}"
-            raise TrainctlError(
+            raise RunStateError(
                 f"{self.url} lists no checkpoint {what}",
                 hint="steps with a checkpoint: " + ", ".join(str(each.step) for each in listed),
-                exit_code=ExitCode.run_state,
             )
         return found[0]
 
@@ -136,7 +134,7 @@ class Mirror:
         chosen = [each for each in self.index.checkpoints if step in (None, each.step)]
         if not chosen:
             self.checkpoint(step)  # says which there are
-            raise TrainctlError(f"{self.url} lists no checkpoint", exit_code=ExitCode.run_state)
+            raise RunStateError(f"{self.url} lists no checkpoint")
         return [
             {"step": each.step, "path": self._path(each), "problems": self.verify(each, progress)}
             for each in chosen
@@ -158,11 +156,10 @@ class Mirror:
         """
         if root.exists():
             same = is_run(root)
-            raise TrainctlError(
+            raise RunStateError(
                 f"{root} exists" + (" and is a run" if same else ""),
                 hint=(f"trainctl resume {root} continues it; " if same else "")
                 + "--run-dir names another directory",
-                exit_code=ExitCode.run_state,
             )
         made = RunPaths(root.with_name(root.name + FETCHING))
         made.root.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +183,7 @@ class Mirror:
             try:
                 read_manifest(made.checkpoints / each.name, self.index.run)
             except ValueError as error:
-                raise TrainctlError(str(error), exit_code=ExitCode.run_state) from None
+                raise RunStateError(str(error)) from None
         for folder in (made.checkpoints, made.attempts):
             ensure_folder(folder)
         state = MirrorState(
@@ -220,7 +217,7 @@ class Mirror:
             stream.flush()
             os.fsync(stream.fileno())
         if whole.hexdigest() != file.sha256:
-            raise TrainctlError(f"{self.url}: {file.name} is damaged", exit_code=ExitCode.run_state)
+            raise RunStateError(f"{self.url}: {file.name} is damaged")
 
     def _blocks(self, file: StoredFile) -> Iterator[bytes]:
         """Yield the parts of a file in order, each verified; the next ones are read meanwhile."""
@@ -300,7 +297,7 @@ def fetched_checkpoint(
             shutil.rmtree(root)
         checkpoint = mirror.checkpoint(step, metric=metric, for_resume=False)
         if checkpoint is None:
-            raise TrainctlError(f"{url} lists no checkpoint", exit_code=ExitCode.run_state)
+            raise RunStateError(f"{url} lists no checkpoint")
         yield mirror.fetch(root, [checkpoint], progress)
 
 

@@ -21,7 +21,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from trainctl.config.codec import from_plain
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError
 from trainctl.mirror.store import Store
 from trainctl.runs.manifest import NAME, digest
 
@@ -153,10 +153,9 @@ def decode_index(content: bytes, where: str) -> Index | None:
         if digest(plain) != claimed:
             return None
         if plain["schema"] > SCHEMA:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{where} was written by a newer trainctl (schema {plain['schema']})",
                 hint="pip install --upgrade trainctl",
-                exit_code=ExitCode.run_state,
             )
         index = from_plain(Index, plain)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -174,10 +173,7 @@ def read_part(store: Store, key: str) -> bytes:
     """
     content = store.read(key) if _PART.fullmatch(key) else None
     if content is None or hashlib.sha256(content).hexdigest() != PurePosixPath(key).name:
-        raise TrainctlError(
-            f"{store.url}/{key} is {'missing' if content is None else 'damaged'}",
-            exit_code=ExitCode.run_state,
-        )
+        raise RunStateError(f"{store.url}/{key} is {'missing' if content is None else 'damaged'}")
     return content
 
 
@@ -191,16 +187,11 @@ def read_files(store: Store, key: str) -> tuple[StoredFile, ...]:
         plain: Any = json.loads(read_part(store, key))
         files = from_plain(FileSet, plain).files
     except (ValueError, TypeError, RecursionError) as error:
-        raise TrainctlError(
-            f"{store.url}/{key} is damaged: {error}", exit_code=ExitCode.run_state
-        ) from None
+        raise RunStateError(f"{store.url}/{key} is damaged: {error}") from None
     for file in files:
         path = PurePosixPath(file.name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise TrainctlError(
-                f"{store.url}/{key} names a file outside the run: {file.name!r}",
-                exit_code=ExitCode.run_state,
-            )
+            raise RunStateError(f"{store.url}/{key} names a file outside the run: {file.name!r}")
     return files
 
 

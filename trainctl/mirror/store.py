@@ -113,11 +113,7 @@ class Store:
 
     def _call(self, attempt: Callable[[], Any], key: str, verb: str) -> Any:
         return call_with_retries(
-            attempt,
-            f"{self.url}/{key}",
-            notify=self._notify,
-            attempts=self._attempts,
-            verb=verb,
+            attempt, f"{self.url}/{key}", notify=self._notify, attempts=self._attempts, verb=verb
         )
 
     def _write(self, key: str, data: bytes) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import CheckpointConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, RunStateError, TrainctlError
 from trainctl.mirror.index import (
     PART_BYTES,
     PARTS_AT_ONCE,
@@ -159,7 +159,7 @@ class Uploader:
         else:
             self._collect(self._opened())
         if self._damaged:
-            raise TrainctlError(self._damaged, exit_code=ExitCode.run_state)
+            raise RunStateError(self._damaged)
 
     def give_up(self, problem: str) -> None:
         """Record why the rest cannot be sent now.
@@ -206,11 +206,10 @@ class Uploader:
         index = self._commit(checkpoints or [], collects=False)
         if store.create(index_key(index.number), index.encode()) or not self._is_newest(store):
             self._index = None
-            raise TrainctlError(
+            raise MachineError(
                 f"{self._url} replaces an object although it must not: two runs could overwrite "
                 "each other there",
                 hint="a store with conditional writes (If-None-Match), as S3, GCS and MinIO have",
-                exit_code=ExitCode.environment,
             )
 
     def _inherited(self, newest: Index) -> list[ListedCheckpoint] | None:
@@ -221,10 +220,9 @@ class Uploader:
         """
         state, encoded = self._state, hashlib.sha256(newest.encode()).hexdigest()
         if newest.run != self._id:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{self._url} is the mirror of another run, {newest.name} ({newest.host})",
                 hint="checkpoint.mirror=URL/NAME: a folder of its own for each run",
-                exit_code=ExitCode.run_state,
             )
         if newest.writer == state.writer and encoded == state.intended:
             return list(newest.checkpoints)
@@ -236,12 +234,11 @@ class Uploader:
             # Later checkpoints are of the run that this one replaces.
             limit = state.fetched_step
             return [each for each in newest.checkpoints if each.step <= limit]
-        raise TrainctlError(
+        raise RunStateError(
             f"{self._url} has another copy of this run as its writer ({newest.name} on "
             f"{newest.host}), which may be running",
             hint=f"continue that one, or this one under another checkpoint.mirror; `trainctl "
             f"resume {self._url}` makes a copy that may write there",
-            exit_code=ExitCode.run_state,
         )
 
     def _local_signature(self) -> Signature:
@@ -369,9 +366,8 @@ class Uploader:
             self._limit.wait(len(data))
             store.write(key, data)
             if not self._is_stored(store, key, sha256):
-                raise TrainctlError(
-                    f"{self._url} does not hold what it confirmed: {key} is missing or differs",
-                    exit_code=ExitCode.environment,
+                raise MachineError(
+                    f"{self._url} does not hold what it confirmed: {key} is missing or differs"
                 )
         self._sent.add(key)
         return key
@@ -419,10 +415,9 @@ class Uploader:
         self._keep(intended=hashlib.sha256(data).hexdigest())
         store.create(index_key(index.number), data)
         if store.read(index_key(index.number)) != data:
-            raise TrainctlError(
+            raise MachineError(
                 f"{self._url} did not list {index_key(index.number)}: another copy of this run "
-                "sends to it, or the store lost it",
-                exit_code=ExitCode.environment,
+                "sends to it, or the store lost it"
             )
         self._index, self._highest, self._recorded = index, index.number, recorded
         self._records = records
@@ -438,10 +433,9 @@ class Uploader:
     def _require_newest(self, store: Store) -> None:
         """Raise if the store lost what was listed, or another process listed something since."""
         if not self._is_newest(store):
-            raise TrainctlError(
+            raise MachineError(
                 f"{self._url} does not have what was listed last: another copy of this run sends "
-                "to it, or the store lost it",
-                exit_code=ExitCode.environment,
+                "to it, or the store lost it"
             )
 
     def _is_newest(self, store: Store) -> bool:

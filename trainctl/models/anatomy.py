@@ -139,6 +139,8 @@ class Anatomy:
     """Whether each token attends to the tokens after it too."""
     has_length_dependent_rope: bool = False
     """Whether rotary embeddings depend on the largest position of the sequence."""
+    drops_attention: bool = False
+    """Whether attention has dropout while training."""
     has_custom_expert_forward: bool = False
     """Whether the model's own code multiplies a layer's experts, and not the function that
     transformers calls for experts joined into one parameter.
@@ -146,6 +148,10 @@ class Anatomy:
     has_unknown_routers: bool = False
     """Whether some sparse layer has no router of a known form, so that its routing is not
     visible.
+    """
+    has_inputs_first_experts: bool = False
+    """Whether stacked experts have shape (experts, inputs, outputs), as gpt_oss's; others have the
+    outputs before the inputs.
     """
     unsharded_init: str = ""
     """First parameter whose initialization cannot be computed for one shard alone; empty if there
@@ -304,8 +310,10 @@ _TRAITS = {
     "recurrent": "is_recurrent",
     "encoder": "is_encoder",
     "turns-by-length": "has_length_dependent_rope",
+    "drops-attention": "drops_attention",
     "experts-apart": "has_custom_expert_forward",
     "routers-apart": "has_unknown_routers",
+    "experts-inputs-first": "has_inputs_first_experts",
 }
 """Words in the table that describe the whole model, each with the field of `Anatomy` it sets."""
 _LACKS = {"documents-joined": "masks_documents"}

@@ -180,7 +180,8 @@ def known_fields(raw: Mapping[str, Any], called: Mapping[str, tuple[str, ...]]) 
         values = [raw[key] for key in theirs if raw.get(key) is not None]
         if values and not (name in EXPERTS and values[0] == 0):
             known[name] = values[0]
-    if not raw.get("sliding_window", True):  # some configurations write 0 for no window
+    # Some configurations write 0 for no window, and Qwen2's a window that is off.
+    if not (raw.get("sliding_window", True) and raw.get("use_sliding_window", True)):
         known["sliding_window"] = None
     return known
 

@@ -39,7 +39,7 @@ PROGRESS_SECONDS = 5
 
 NOT_TRACED = "TC147"
 
-FORMAT = 5
+FORMAT = 6
 """Version of the cache's file format; other versions are ignored."""
 
 PACKAGES = ("torch", "transformers", "trainctl")
@@ -131,8 +131,10 @@ def _known_answer(question: Question, config: Config, family: str) -> tuple[str,
     if found is None and (
         name := published_name(config["model"], _package_version("transformers"))
     ):
-        is_anatomy = question is Question.anatomy
-        found = published_anatomy(name) if is_anatomy else published_trace(name, config)
+        if question is Question.anatomy:
+            found = published_table()["models"][name]["anatomy"]
+        else:
+            found = published_trace(name, config)
     return key, found
 
 
@@ -351,12 +353,6 @@ def published_name(model: Mapping[str, Any], transformers: str) -> str | None:
     return next(
         (n for n, each in published_table()["models"].items() if shape in each["shapes"]), None
     )
-
-
-def published_anatomy(name: str) -> list[str]:
-    """Return the anatomy of a shipped model."""
-    anatomy: list[str] = published_table()["models"][name]["anatomy"]
-    return anatomy
 
 
 def published_trace(name: str, config: Mapping[str, Any]) -> dict[str, Any] | None:

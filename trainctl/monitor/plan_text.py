@@ -6,12 +6,13 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainctl.config.codec import flatten
 from trainctl.config.quantities import count_text, gib_text
 from trainctl.config.schema import OffloadDevice, RunConfig, TokenizerFromPath, WeightsKind
 from trainctl.config.user_code import function_keys
 from trainctl.errors import TrainctlError
 from trainctl.options.tokenizer import tokenizer_facts
-from trainctl.plans.deepspeed import flatten
+from trainctl.plans.derive import bubble_share
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.optimizers import parameter_groups
 from trainctl.plans.shapes import count_parameters
@@ -31,7 +32,7 @@ GROUPS_IN_BRIEF = 2
 SOURCES_SHOWN = 3
 """Sources of a mixture that are listed; `trainctl data plan` lists all."""
 
-AXES = ("data", "tensor", "pipeline", "sequence")
+AXES = ("data", "tensor", "pipeline", "sequence", "context")
 
 
 def plan_lines(plan: RunPlan, data: DataPlan | None = None, *, brief: bool = False) -> list[str]:
@@ -68,7 +69,7 @@ def plan_rows(
     rows = [
         ("model", f"{config.model.name}, {count_text(parameters)} parameters ({parameters:,})"),
         ("hardware", plan.hardware.name),
-        ("mesh", f"{mesh.world_size} processes: {axes}; ZeRO stage {config.zero_stage.stage}"),
+        ("mesh", f"{mesh.world_size} processes: {axes}; {_zero_words(config)}{_bubble(plan)}"),
         (
             "batch",
             f"{batch.global_batch_size} sequences = micro {batch.micro_batch_size}"
@@ -116,7 +117,7 @@ def layout_words(plan: RunPlan) -> str:
     ]
     return ", ".join(
         [
-            f"ZeRO {config.zero_stage.stage}",
+            _zero_words(config),
             " x ".join(_axis_sizes(plan)),
             *([f"expert {plan.mesh.expert}"] if plan.mesh.expert > 1 else []),
             *away,
@@ -125,6 +126,24 @@ def layout_words(plan: RunPlan) -> str:
             f"cross entropy {config.kernels.cross_entropy.value}",
         ]
     )
+
+
+def _zero_words(config: RunConfig) -> str:
+    """Return the ZeRO stage with the groups within which it shards, or gathers for backward."""
+    section = config.zero_stage
+    words = f"ZeRO {section.stage}"
+    if section.shard_group_size is not None:
+        return f"{words} in groups of {section.shard_group_size}"
+    return f"{words}, hpZ {section.hpz_partition_size}" if section.hpz_partition_size > 1 else words
+
+
+def _bubble(plan: RunPlan) -> str:
+    """Return the share of time in which pipeline stages are idle; empty without a pipeline."""
+    axes = plan.config.parallelism
+    if axes.pipeline == 1:
+        return ""
+    schedule = "DualPipeV, " if axes.is_folded else ""
+    return f"; {schedule}bubble {bubble_share(axes, plan.batch.gradient_accumulation_steps):.0%}"
 
 
 def _axis_sizes(plan: RunPlan) -> list[str]:

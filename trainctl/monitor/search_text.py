@@ -15,6 +15,8 @@ _PARTS = {
     "recompute": "recomputation",
     "tensor": "tensor-parallel collectives",
     "sequence": "sequence-parallel exchanges",
+    "experts": "tokens to experts and back",
+    "context": "waiting for keys of context ranks",
     "gather": "gathering weights",
     "reduce": "reducing gradients",
     "transfer": "pipeline transfers",

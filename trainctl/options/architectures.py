@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("architectures.json")
-COLUMNS = ("tensor", "norms", "pipeline", "sequence")
+COLUMNS = ("tensor", "norms", "pipeline", "sequence", "context")
 """Axes of parallelism, and `norms`: norms sharded along the sequence between tensor ranks."""
 
 

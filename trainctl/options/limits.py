@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
 
+from trainctl.config.codec import value_at
 from trainctl.config.keys import as_written
 from trainctl.config.schema import RunConfig
 
@@ -28,17 +27,12 @@ def only_value(key: str, value: object, why: str, nearest: str = "") -> Limit:
     """Return the limit that a key has one value. `nearest` is by default the key with the value."""
     near = nearest or f"{key}={as_written(value)}"
     return Limit(
-        key=key, holds=lambda config: value_of(config, key) == value, why=why, nearest=near
+        key=key, holds=lambda config: value_at(config, key) == value, why=why, nearest=near
     )
 
 
 def never_value(key: str, value: object, why: str, nearest: str) -> Limit:
     """Return the limit that a key does not have a value."""
     return Limit(
-        key=key, holds=lambda config: value_of(config, key) != value, why=why, nearest=nearest
+        key=key, holds=lambda config: value_at(config, key) != value, why=why, nearest=nearest
     )
-
-
-def value_of(config: RunConfig, key: str) -> Any:
-    """Return the value of a dotted key."""
-    return reduce(getattr, key.split("."), config)

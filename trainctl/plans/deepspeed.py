@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainctl.config.derived import DerivedValue
+from trainctl.config.codec import flatten, nest
+from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import (
     AdaptiveClipping,
     CompileKind,
@@ -35,11 +36,7 @@ from trainctl.plans.optimizers import is_fused, lr_scale, optimizer_maker
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import Batch, Mesh
 
-BATCH_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys of the batch triple; DeepSpeed multiplies it with the data-parallel ranks only."""
 
 MATRIX_MODULES = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
@@ -51,14 +48,7 @@ STEPS_PER_PRINT = 1_000_000_000
 
 def nest_settings(settings: Iterable[DerivedValue]) -> dict[str, Any]:
     """Return the nested JSON of flat settings: dots in a key separate levels."""
-    nested: dict[str, Any] = {}
-    for setting in settings:
-        *parents, name = setting.key.split(".")
-        level = nested
-        for parent in parents:
-            level = level.setdefault(parent, {})
-        level[name] = setting.value
-    return nested
+    return nest((setting.key, setting.value) for setting in settings)
 
 
 def derived_settings(
@@ -70,7 +60,13 @@ def derived_settings(
     if no batch is possible; the JSON has no batch keys then.
     """
     axes = config.parallelism
-    mesh = mesh or Mesh(data=1, tensor=axes.tensor, pipeline=axes.pipeline, sequence=axes.sequence)
+    mesh = mesh or Mesh(
+        data=1,
+        tensor=axes.tensor,
+        pipeline=axes.pipeline,
+        sequence=axes.sequence,
+        context=axes.context,
+    )
     return (
         *(() if batch is None else _batch_settings(mesh, batch)),
         *_optimizer_settings(
@@ -88,24 +84,7 @@ def derived_settings(
 
 def user_settings(section: Mapping[str, Any]) -> tuple[DerivedValue, ...]:
     """Return the leaves of the user's `deepspeed` section, which is merged last."""
-    return tuple(
-        DerivedValue(key=key, value=value, reason=f"deepspeed.{key}")
-        for key, value in flatten(section)
-    )
-
-
-def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of every leaf; an empty mapping is a leaf."""
-    for name, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _setting(key: str, value: Any, *sources: str, why: str = "") -> DerivedValue:
-    """Return a setting derived from config keys; `why` replaces their names as the reason."""
-    return DerivedValue(key=key, value=value, reason=why or " and ".join(sources), sources=sources)
+    return tuple(derived(key, value, why=f"deepspeed.{key}") for key, value in flatten(section))
 
 
 def _batch_settings(mesh: Mesh, batch: Batch) -> Iterator[DerivedValue]:
@@ -113,10 +92,10 @@ def _batch_settings(mesh: Mesh, batch: Batch) -> Iterator[DerivedValue]:
     product = f"micro {micro} x accumulation {accumulation} x data {mesh.data}"
     why = f"training.global_batch_size: {product}"
     total, per_rank, passes = BATCH_KEYS
-    yield _setting(total, batch.global_batch_size, "training.global_batch_size", why=why)
+    yield derived(total, batch.global_batch_size, "training.global_batch_size", why=why)
     why = "training.micro_batch_size, of a data-parallel rank"
-    yield _setting(per_rank, micro, "training.micro_batch_size", why=why)
-    yield _setting(passes, accumulation, "training.gradient_accumulation_steps")
+    yield derived(per_rank, micro, "training.micro_batch_size", why=why)
+    yield derived(passes, accumulation, "training.gradient_accumulation_steps")
 
 
 def _optimizer_settings(
@@ -125,7 +104,7 @@ def _optimizer_settings(
     form = spec_of(config.optimizer).deepspeed
     if form is not None and not _uses_own_optimizer(config, hardware):
         why = f"optimizer.kind={config.optimizer.kind}"
-        yield _setting("optimizer.type", form.type, "optimizer.kind", why=why)
+        yield derived("optimizer.type", form.type, "optimizer.kind", why=why)
         yield from _optimizer_params(config, hardware, lr_scale, form)
 
 
@@ -138,13 +117,13 @@ def _clipping_settings(config: RunConfig) -> DerivedValue:
     is_fp32 = number_formats(config.precision).weights is DataType.fp32
     if config.trains_itself and config.zero_stage.stage == 0 and is_fp32:
         why = "the trainer clips: without ZeRO DeepSpeed's norm is inexact, and each stage's own"
-        return _setting("gradient_clipping", 0.0, why=why)
+        return derived("gradient_clipping", 0.0, why=why)
     adaptive = config.gradients.adaptive_clipping
     if config.trains_itself and adaptive is not AdaptiveClipping.none:
         why = f"gradients.adaptive_clipping={adaptive.value}: the trainer sets it at each update"
-        return _setting("gradient_clipping", 0.0, "gradients.adaptive_clipping", why=why)
+        return derived("gradient_clipping", 0.0, "gradients.adaptive_clipping", why=why)
     limit = config.optimizer.gradient_clipping
-    return _setting("gradient_clipping", limit, "optimizer.gradient_clipping")
+    return derived("gradient_clipping", limit, "optimizer.gradient_clipping")
 
 
 def _optimizer_params(
@@ -155,7 +134,7 @@ def _optimizer_params(
     for parameter in form.parameters:
         yield optimizer_parameter(config, parameter, lr_scale)
     for name, (value, why) in form.fixed.items():
-        yield _setting(f"{params}.{name}", value, "optimizer.kind", why=why)
+        yield derived(f"{params}.{name}", value, "optimizer.kind", why=why)
     # ZenFlow passes these parameters to torch's AdamW, which does not know the key.
     if form.has_torch_adam and not config.offload.zenflow:
         why = (
@@ -163,12 +142,12 @@ def _optimizer_params(
             if offloaded
             else "torch's own AdamW: nothing to compile"
         )
-        yield _setting(f"{params}.torch_adam", not offloaded, why=why)
+        yield derived(f"{params}.torch_adam", not offloaded, why=why)
     takes_fused = spec_of(optimizer).fused_by is Maker.torch
     if config.trains_itself and takes_fused and is_fused(config, hardware):
         why = "" if optimizer.fused else "one kernel updates all, on accelerators"
         sources = ("optimizer.fused",) if optimizer.fused else ()
-        yield _setting(f"{params}.fused", True, *sources, why=why)
+        yield derived(f"{params}.fused", True, *sources, why=why)
 
 
 def optimizer_parameter(
@@ -193,7 +172,7 @@ def optimizer_parameter(
         value = scaled
     note = _NOTES.get(parameter.name)
     why += f": {note}" if note else ""
-    return _setting(f"optimizer.params.{parameter.name}", value, *sources, why=why)
+    return derived(f"optimizer.params.{parameter.name}", value, *sources, why=why)
 
 
 _NOTES = {
@@ -209,72 +188,76 @@ def _precision_settings(config: RunConfig, mesh: Mesh) -> Iterator[DerivedValue]
     on_wire = () if precision.communication is None else ("precision.communication",)
     wire_why = "" if on_wire else of_weights
 
-    yield _setting("bf16.enabled", used.weights is DataType.bf16, "precision.compute", why=compute)
+    yield derived("bf16.enabled", used.weights is DataType.bf16, "precision.compute", why=compute)
     yield from written_settings(BF16_KEYS, config)
-    yield _setting("fp16.enabled", used.weights is DataType.fp16, "precision.compute", why=compute)
+    yield derived("fp16.enabled", used.weights is DataType.fp16, "precision.compute", why=compute)
     yield from written_settings(FP16_KEYS, config)
 
-    yield _setting("torch_autocast.enabled", precision.autocast, "precision.autocast")
+    yield derived("torch_autocast.enabled", precision.autocast, "precision.autocast")
     if precision.autocast:
-        yield _setting("torch_autocast.dtype", precision.compute, "precision.compute", why=compute)
+        yield derived("torch_autocast.dtype", precision.compute, "precision.compute", why=compute)
         # ZeRO sends the gradients of these modules in the compute type, ignoring
         # communication_data_type (runtime/torch_autocast.py), and all others in fp32.
         lower = list(MATRIX_MODULES) if used.communication is precision_of(precision).format else []
         key = "torch_autocast.lower_precision_safe_modules"
-        yield _setting(key, lower, *on_wire, why=wire_why)
+        yield derived(key, lower, *on_wire, why=wire_why)
 
     accumulate = used.gradient_accumulation.value
     given = precision.gradient_accumulation is not None
     sources = ("precision.gradient_accumulation",) if given else ()
     why = "" if given else of_weights
-    yield _setting("data_types.grad_accum_dtype", accumulate, *sources, why=why)
+    yield derived("data_types.grad_accum_dtype", accumulate, *sources, why=why)
     wire = used.communication.value
-    yield _setting("communication_data_type", wire, *on_wire, why=wire_why)
+    yield derived("communication_data_type", wire, *on_wire, why=wire_why)
 
 
 def _zero_settings(config: RunConfig, hardware: Hardware) -> Iterator[DerivedValue]:
     zero, optimizer = config.zero_stage, spec_of(config.optimizer)
-    yield _setting("zero_optimization.stage", zero.stage, "zero_stage.stage")
+    yield derived("zero_optimization.stage", zero.stage, "zero_stage.stage")
     if zero.stage == 0:
         return
     yield from written_settings(ZERO_KEYS, config)
     if _uses_own_optimizer(config, hardware):
         name = optimizer.name
         why = f"{name} is trainctl's own, which DeepSpeed does not list as tested with ZeRO"
-        yield _setting("zero_allow_untested_optimizer", True, why=why)
+        yield derived("zero_allow_untested_optimizer", True, why=why)
     elif optimizer.deepspeed is None or not optimizer.deepspeed.is_zero_tested:
         why = f"DeepSpeed does not list {optimizer.name} as tested with ZeRO"
-        yield _setting("zero_allow_untested_optimizer", True, why=why)
+        yield derived("zero_allow_untested_optimizer", True, why=why)
 
 
 def _parallelism_settings(config: RunConfig, mesh: Mesh) -> Iterator[DerivedValue]:
     if mesh.pipeline > 1:
         why = "the trainer wraps the blocks that are recomputed"
-        yield _setting("pipeline.activation_checkpoint_interval", 0, why=why)
+        yield derived("pipeline.activation_checkpoint_interval", 0, why=why)
+    if config.parallelism.is_folded:
+        why = "DualPipeV sends whole activations and gradients"
+        yield derived("pipeline.pipe_partitioned", False, why=why)
+        yield derived("pipeline.grad_partitioned", False, why=why)
     if config.trains_itself:
         return  # the trainer passes DeepSpeed its own mesh (docs/decisions/009-*.md)
     if mesh.tensor > 1 and mesh.pipeline == 1:  # AutoTP refuses a PipelineModule
-        yield _setting("tensor_parallel.autotp_size", mesh.tensor, "parallelism.tensor")
+        yield derived("tensor_parallel.autotp_size", mesh.tensor, "parallelism.tensor")
     if mesh.sequence > 1:
         # data_parallel_size is left out: with both keys DeepSpeed builds its own mesh.
-        yield _setting("sequence_parallel_size", mesh.sequence, "parallelism.sequence")
+        yield derived("sequence_parallel_size", mesh.sequence, "parallelism.sequence")
         # With sequence ranks the engine sends gradients in this format (runtime/engine.py).
         wire = number_formats(config.precision).communication.value
         why = "as communication_data_type; its default is fp32"
-        yield _setting("seq_parallel_communication_data_type", wire, why=why)
+        yield derived("seq_parallel_communication_data_type", wire, why=why)
 
 
 def _compile_settings(kernels: KernelsConfig) -> Iterator[DerivedValue]:
     if kernels.compile is CompileKind.deepcompile:
         why = "kernels.compile=deepcompile"
-        yield _setting("compile.deepcompile", True, "kernels.compile", why=why)
+        yield derived("compile.deepcompile", True, "kernels.compile", why=why)
 
 
 def _reporting_settings(config: RunConfig) -> Iterator[DerivedValue]:
     own = "the trainer reports itself"
     if config.trains_itself:
-        yield _setting("steps_per_print", STEPS_PER_PRINT, why=own)
-        yield _setting("wall_clock_breakdown", False, why=own)
+        yield derived("steps_per_print", STEPS_PER_PRINT, why=own)
+        yield derived("wall_clock_breakdown", False, why=own)
     else:
-        yield _setting("steps_per_print", config.logging.every_steps, "logging.every_steps")
-    yield _setting("log_level", config.logging.deepspeed_level, "logging.deepspeed_level")
+        yield derived("steps_per_print", config.logging.every_steps, "logging.every_steps")
+    yield derived("log_level", config.logging.deepspeed_level, "logging.deepspeed_level")

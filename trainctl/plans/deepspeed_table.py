@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainctl.config.derived import DerivedValue
+from trainctl.config.codec import value_at
+from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import RunConfig
 from trainctl.plans.settings import number_formats
 
@@ -52,42 +53,32 @@ class Modes:
         )
 
 
-WHEN: dict[str, Callable[[Modes], bool]] = {
-    "sharded": lambda modes: modes.stage > 0,
-    "stage 1 or 2": lambda modes: modes.stage in (1, 2),
-    "stage 3": lambda modes: modes.stage == 3,
-    "states away": lambda modes: modes.states != "none",
-    "states away at 3": lambda modes: modes.states != "none" and modes.stage == 3,
-    "states on nvme": lambda modes: modes.states == "nvme",
-    "zenflow": lambda modes: modes.states != "none" and modes.zenflow,
-    "zenflow by steps": lambda modes: modes.states != "none" and modes.zenflow and modes.by_steps,
-    "parameters away": lambda modes: modes.parameters != "none",
-    "parameters on nvme": lambda modes: modes.parameters == "nvme",
-    "nvme": lambda modes: "nvme" in (modes.states, modes.parameters),
-    "bf16": lambda modes: modes.weights == "bf16",
-    "fp16": lambda modes: modes.weights == "fp16",
-    "no stages": lambda modes: modes.pipeline == 1,
-}
-"""Conditions under which the JSON has a key, by name; DeepSpeed ignores the key otherwise."""
-
 _ZENFLOW = "offload.optimizer=cpu and offload.zenflow=true"
-WORDS = {
-    "sharded": "ZeRO stage 1 or more",
-    "stage 1 or 2": "ZeRO stage 1 or 2",
-    "stage 3": "ZeRO stage 3",
-    "states away": "offload of the optimizer",
-    "states away at 3": "offload of the optimizer at ZeRO stage 3",
-    "states on nvme": "offload.optimizer=nvme",
-    "zenflow": _ZENFLOW,
-    "zenflow by steps": _ZENFLOW,
-    "parameters away": "offload of the parameters",
-    "parameters on nvme": "offload.parameters=nvme",
-    "nvme": "offload to NVMe",
-    "bf16": "bf16 weights",
-    "fp16": "fp16 weights",
-    "no stages": "parallelism.pipeline=1",
+CONDITIONS: dict[str, tuple[str, Callable[[Modes], bool]]] = {
+    "sharded": ("ZeRO stage 1 or more", lambda modes: modes.stage > 0),
+    "stage 1 or 2": ("ZeRO stage 1 or 2", lambda modes: modes.stage in (1, 2)),
+    "stage 3": ("ZeRO stage 3", lambda modes: modes.stage == 3),
+    "states away": ("offload of the optimizer", lambda modes: modes.states != "none"),
+    "states away at 3": (
+        "offload of the optimizer at ZeRO stage 3",
+        lambda modes: modes.states != "none" and modes.stage == 3,
+    ),
+    "states on nvme": ("offload.optimizer=nvme", lambda modes: modes.states == "nvme"),
+    "zenflow": (_ZENFLOW, lambda modes: modes.states != "none" and modes.zenflow),
+    "zenflow by steps": (
+        _ZENFLOW,
+        lambda modes: modes.states != "none" and modes.zenflow and modes.by_steps,
+    ),
+    "parameters away": ("offload of the parameters", lambda modes: modes.parameters != "none"),
+    "parameters on nvme": ("offload.parameters=nvme", lambda modes: modes.parameters == "nvme"),
+    "nvme": ("offload to NVMe", lambda modes: "nvme" in (modes.states, modes.parameters)),
+    "bf16": ("bf16 weights", lambda modes: modes.weights == "bf16"),
+    "fp16": ("fp16 weights", lambda modes: modes.weights == "fp16"),
+    "no stages": ("parallelism.pipeline=1", lambda modes: modes.pipeline == 1),
 }
-"""Conditions of `WHEN` in words, for messages."""
+"""Conditions under which the JSON has a key, by name, each in words for messages and as a function;
+DeepSpeed ignores the key otherwise.
+"""
 
 
 def _identity(value: Any) -> Any:
@@ -99,7 +90,7 @@ class Row:
     """Key of the JSON with the config key that it is derived from."""
 
     when: str
-    """Name of its condition in `WHEN`."""
+    """Name of its condition in `CONDITIONS`."""
     key: str
     """Dotted key of the JSON."""
     source: str
@@ -115,7 +106,7 @@ class Row:
 
     def holds(self, modes: Modes) -> bool:
         """Return True if the JSON has the key in these modes."""
-        return WHEN[self.when](modes)
+        return CONDITIONS[self.when][1](modes)
 
 
 def _flag_row(when: str, key: str, source: str, value: Any, reason: str = "") -> Row:
@@ -243,8 +234,7 @@ def written_settings(rows: tuple[Row, ...], config: RunConfig) -> Iterator[Deriv
         value = row.write(config_value(config, row.source)) if row.holds(modes) else None
         if value is not None:
             sources = (row.source,) if row.source else ()
-            reason = row.reason or row.source
-            yield DerivedValue(key=row.key, value=value, reason=reason, sources=sources)
+            yield derived(row.key, value, *sources, why=row.reason)
 
 
 def ineffective_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -255,13 +245,12 @@ def ineffective_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
             needs.setdefault(row.source, []).append(row)
     for key, rows in needs.items():
         if not any(row.holds(modes) for row in rows):
-            yield key, " or ".join(WORDS[row.when] for row in rows)
+            yield key, " or ".join(CONDITIONS[row.when][0] for row in rows)
 
 
 def config_value(config: RunConfig, key: str) -> Any:
     """Return the value of a config key, an enum as its plain value; None if `key` is empty."""
     if not key:
         return None
-    section, name = key.split(".")
-    value = getattr(getattr(config, section), name)
+    value = value_at(config, key)
     return getattr(value, "value", value)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil, floor, isqrt
 
-from trainctl.config.derived import DerivedValue
+from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import (
     ModelConfig,
     ParallelismConfig,
@@ -33,7 +33,7 @@ UNCOUNTED_STEPS = 1000
 
 def derive_mesh(parallelism: ParallelismConfig, hardware: Hardware) -> tuple[Mesh | None, Reasons]:
     """Return the process mesh; the data axis takes the devices that the other axes leave."""
-    taken = parallelism.tensor * parallelism.pipeline * parallelism.sequence
+    taken = parallelism.tensor * parallelism.pipeline * parallelism.sequence_parts
     data, left_over = divmod(hardware.world_size, taken)
     if left_over or data == 0 or parallelism.data not in (None, data):
         return None, ()
@@ -43,16 +43,21 @@ def derive_mesh(parallelism: ParallelismConfig, hardware: Hardware) -> tuple[Mes
         pipeline=parallelism.pipeline,
         sequence=parallelism.sequence,
         expert=parallelism.expert,
+        context=parallelism.context,
     )
     devices = f"nodes {hardware.nodes} x devices {hardware.devices_per_node} ({hardware.name})"
-    reasons = [DerivedValue(key="world_size", value=mesh.world_size, reason=devices)]
+    reasons = [derived("world_size", mesh.world_size, why=devices)]
     if parallelism.data is None:
         share = (
             f"world_size {mesh.world_size} / (tensor {mesh.tensor} x pipeline {mesh.pipeline}"
-            f" x sequence {mesh.sequence})"
+            f" x sequence {mesh.sequence}"
+            + (f" x context {mesh.context})" if mesh.context > 1 else ")")
         )
-        reasons.append(DerivedValue(key="parallelism.data", value=data, reason=share))
+        reasons.append(derived("parallelism.data", data, why=share))
     return mesh, tuple(reasons)
+
+
+_SMALLEST = "neither given nor implied: the smallest"
 
 
 def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Reasons]:
@@ -69,32 +74,25 @@ def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Rea
     asked = training.global_batch_size
     if asked is None and training.global_batch_tokens is not None:
         asked, why = _whole_sequences(training, training.global_batch_tokens, data)
-        reasons.append(
-            _derived_length("global_batch_size", asked, why, "training.global_batch_tokens")
-        )
+        source = "training.global_batch_tokens"
+        reasons.append(derived("training.global_batch_size", asked, source, why=why))
 
     if micro is None and (accumulation is None or asked is None):
         micro = 1
-        reasons.append(
-            _derived_length("micro_batch_size", 1, "neither given nor implied: the smallest")
-        )
+        reasons.append(derived("training.micro_batch_size", micro, why=_SMALLEST))
     if micro is None:
         assert asked is not None and accumulation is not None
         micro = asked // (accumulation * data)
         why = f"global {asked} / (accumulation {accumulation} x data {data})"
-        reasons.append(_derived_length("micro_batch_size", micro, why))
+        reasons.append(derived("training.micro_batch_size", micro, why=why))
     if accumulation is None:
         accumulation = 1 if asked is None else asked // (micro * data)
-        why = (
-            "neither given nor implied: the smallest"
-            if asked is None
-            else f"global {asked} / (micro {micro} x data {data})"
-        )
-        reasons.append(_derived_length("gradient_accumulation_steps", accumulation, why))
+        why = _SMALLEST if asked is None else f"global {asked} / (micro {micro} x data {data})"
+        reasons.append(derived("training.gradient_accumulation_steps", accumulation, why=why))
     product = micro * accumulation * data
     if asked is None:
         why = f"micro {micro} x accumulation {accumulation} x data {data}"
-        reasons.append(_derived_length("global_batch_size", product, why))
+        reasons.append(derived("training.global_batch_size", product, why=why))
     elif asked != product:
         return None, ()
 
@@ -105,7 +103,7 @@ def derive_batch(training: TrainingConfig, data: int) -> tuple[Batch | None, Rea
         sequence_length=training.sequence_length,
     )
     why = f"global {product} x sequence_length {training.sequence_length}"
-    reasons.append(DerivedValue(key="tokens_per_step", value=batch.tokens_per_step, reason=why))
+    reasons.append(derived("tokens_per_step", batch.tokens_per_step, why=why))
     return batch, tuple(reasons)
 
 
@@ -124,11 +122,7 @@ def derive_stages(config: RunConfig) -> tuple[tuple[int, ...], Reasons]:
     why = source if parallelism.stage_blocks else f"{source}={partition.value}"
     if not parallelism.stage_blocks and partition is not PipelinePartition.uniform:
         why += ": the heaviest stage is made as light as possible"
-    return blocks, (
-        DerivedValue(
-            key="parallelism.stage_blocks", value=list(blocks), reason=why, sources=(source,)
-        ),
-    )
+    return blocks, (derived("parallelism.stage_blocks", list(blocks), source, why=why),)
 
 
 def derive_ramp(training: TrainingConfig, batch: Batch | None) -> tuple[Batches | None, Reasons]:
@@ -160,8 +154,7 @@ def derive_ramp(training: TrainingConfig, batch: Batch | None) -> tuple[Batches 
         if first <= last:
             return None, ()
         key = f"global_batch_size of steps {last + 1} to {first}"
-        sources = ("training.batch_ramp",)
-        reasons.append(DerivedValue(key=key, value=size, reason=why, sources=sources))
+        reasons.append(derived(key, size, "training.batch_ramp", why=why))
     if not phases:
         return batches, ()
     batches = Batches((*phases, BatchPhase(first_step=first, batch=batch)))
@@ -183,9 +176,7 @@ def derive_total_steps(
     epochs, rounded up.
     """
     if training.steps is not None:
-        return training.steps, (
-            _derived_total_steps(training.steps, "training.steps", "training.steps"),
-        )
+        return training.steps, (derived("total_steps", training.steps, "training.steps"),)
     if batches is None:
         return None, ()
     if is_counted_in_epochs(training):
@@ -195,17 +186,13 @@ def derive_total_steps(
     steps = batches.steps_for(training.tokens)
     each, ramp = _ramp_in_words(batches, f"/ {batches.at(0).tokens_per_step:_} tokens per step")
     why = f"training.tokens {training.tokens:_} {each}, rounded up"
-    return steps, (_derived_total_steps(steps, why, "training.tokens", *ramp),)
+    return steps, (derived("total_steps", steps, "training.tokens", *ramp, why=why),)
 
 
 def uncounted_steps(training: TrainingConfig) -> tuple[int, Reasons]:
     """Return placeholder steps for `training.epochs` while the epoch length is unknown."""
     why = f"stands for training.epochs {training.epochs:g} until the corpus is read"
-    return UNCOUNTED_STEPS, (_derived_total_steps(UNCOUNTED_STEPS, why, "training.epochs"),)
-
-
-def _derived_total_steps(steps: int, why: str, *sources: str) -> DerivedValue:
-    return DerivedValue(key="total_steps", value=steps, reason=why, sources=sources)
+    return UNCOUNTED_STEPS, (derived("total_steps", UNCOUNTED_STEPS, "training.epochs", why=why),)
 
 
 def _ramp_in_words(batches: Batches, otherwise: str) -> tuple[str, tuple[str, ...]]:
@@ -239,18 +226,17 @@ def _steps_of_epochs(training: TrainingConfig, batches: Batches) -> tuple[int | 
         f" {training.epoch_tokens:_} / sequence_length {training.sequence_length}) {each},"
         " rounded up"
     )
-    return steps, (
-        _derived_total_steps(steps, why, "training.epochs", "training.epoch_tokens", *ramp),
-    )
+    sources = ("training.epochs", "training.epoch_tokens", *ramp)
+    return steps, (derived("total_steps", steps, *sources, why=why),)
 
 
 def derive_stop_step(training: TrainingConfig, total_steps: int) -> tuple[int, Reasons]:
     """Return the step at which this launch ends."""
     if training.stop_after_steps is None or training.stop_after_steps >= total_steps:
         why = "total_steps: this launch goes to the end"
-        return total_steps, (DerivedValue(key="stop_step", value=total_steps, reason=why),)
-    stop, source = training.stop_after_steps, "training.stop_after_steps"
-    return stop, (DerivedValue(key="stop_step", value=stop, reason=source, sources=(source,)),)
+        return total_steps, (derived("stop_step", total_steps, why=why),)
+    stop = training.stop_after_steps
+    return stop, (derived("stop_step", stop, "training.stop_after_steps"),)
 
 
 def derive_warmup_steps(
@@ -258,8 +244,7 @@ def derive_warmup_steps(
 ) -> tuple[int, Reasons]:
     """Return the steps of the linear warmup; a fraction is rounded to the nearest step."""
     steps, why = warmup_length(schedule, total_steps, batches)
-    sources = (_length_key(schedule, "warmup"),)
-    return steps, (DerivedValue(key="warmup_steps", value=steps, reason=why, sources=sources),)
+    return steps, (derived("warmup_steps", steps, _length_key(schedule, "warmup"), why=why),)
 
 
 def _length_key(schedule: ScheduleConfig, phase: str) -> str:
@@ -287,19 +272,13 @@ def derive_stable_steps(
         warmup_steps=warmup_steps,
         decay_steps=decay,
     )
+    is_kept = (
+        f"total_steps {total_steps} - decay_steps {decay}, not before the warmup's end; the"
+        " checkpoint there is kept: a longer run can go on from it"
+    )
     return (
-        DerivedValue(
-            key="decay_steps",
-            value=decay,
-            reason=why,
-            sources=(_length_key(schedule, "decay"),),
-        ),
-        DerivedValue(
-            key="stable_steps",
-            value=min(total_steps, curve.stable_steps),
-            reason=f"total_steps {total_steps} - decay_steps {decay}, not before the warmup's end;"
-            " the checkpoint there is kept: a longer run can go on from it",
-        ),
+        derived("decay_steps", decay, _length_key(schedule, "decay"), why=why),
+        derived("stable_steps", min(total_steps, curve.stable_steps), why=is_kept),
     )
 
 
@@ -312,24 +291,14 @@ def derive_shape(
     found = []
     if isinstance(schedule, WithFloor) and schedule.floor_ratio is None:
         floor, why = floor_ratio(schedule)
-        found.append(
-            DerivedValue(
-                key="schedule.floor_ratio", value=floor, reason=why, sources=("schedule.kind",)
-            )
-        )
+        found.append(derived("schedule.floor_ratio", floor, "schedule.kind", why=why))
     curve = Curve(
         config=schedule, batches=batches, total_steps=total_steps, warmup_steps=warmup_steps
     )
     turns = spec_of(schedule).turns
     if turns is not None and curve.turns:
-        found.append(
-            DerivedValue(
-                key=turns.key,
-                value=list(curve.turns),
-                reason=f"schedule.kind={schedule.kind}, {turns.why}",
-                sources=("schedule.kind",),
-            )
-        )
+        why = f"schedule.kind={schedule.kind}, {turns.why}"
+        found.append(derived(turns.key, list(curve.turns), "schedule.kind", why=why))
     return tuple(found)
 
 
@@ -351,10 +320,6 @@ def _whole_sequences(training: TrainingConfig, tokens: int, data: int) -> tuple[
         f" {wanted:.10g}"
     )
     return count, why if count == wanted else f"{why}, to the nearest multiple of {shared}"
-
-
-def _derived_length(name: str, value: int, why: str, *sources: str) -> DerivedValue:
-    return DerivedValue(key=f"training.{name}", value=value, reason=why, sources=sources)
 
 
 def divisors(number: int) -> list[int]:
@@ -380,6 +345,22 @@ def nearest_multiples(number: int, step: int) -> list[int]:
     return [value for value in (below, below + step) if value > 0 and value != number] or [step]
 
 
+def idle_micro_batches(parallelism: ParallelismConfig) -> float:
+    """Return the time for which a pipeline rank is idle in a step, in micro-batches.
+
+    p − 1 under 1F1B; 5p/6 − 1 under DeepSpeed's DualPipeV (runtime/pipe/schedule.py), which leaves
+    gradients of weights in the backward pass, of twice the time of the forward pass.
+    """
+    ranks = parallelism.pipeline
+    return 5 * ranks / 6 - 1 if parallelism.is_folded else ranks - 1
+
+
+def bubble_share(parallelism: ParallelismConfig, micro_batches: int) -> float:
+    """Return the share of a step in which a pipeline rank is idle."""
+    idle = idle_micro_batches(parallelism)
+    return idle / (micro_batches + idle)
+
+
 def choices(values: Iterable[int], key: str = "") -> str:
     """Return `key=4 or 8` as text for hints."""
     text = " or ".join(str(value) for value in values)
@@ -398,7 +379,7 @@ def blocks_of_stages(
     """
     if parallelism.stage_blocks:
         return tuple(parallelism.stage_blocks)
-    layers, stages = model.num_layers, parallelism.pipeline
+    layers, stages = model.num_layers, parallelism.stages
     uniform = parallelism.pipeline_partition is PipelinePartition.uniform
     if uniform or stages == 1 or layers < stages:
         return tuple((layers + stages - 1 - stage) // stages for stage in range(stages))

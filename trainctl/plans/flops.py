@@ -94,9 +94,12 @@ def _trained_flops(config: RunConfig, sequence_length: int) -> int:
     places = [
         -1 if t.embedding else blocks.get(t.name, last) for t in found.trained if t.name in own
     ]
-    adapted = [blocks[f"{layer.name}.weight"] for layer in found.adapted]
+    adapted = [blocks[layer.weight] for layer in found.adapted]
     first = min(adapted + places)
-    total = 6 * sum(tensor.numel for tensor in found.trained if tensor.name not in own)
+    # A token meets the adapters of its experts alone.
+    active = (model.experts_per_token or 1) / (model.num_experts or 1)
+    added = (tensor for tensor in found.trained if tensor.name not in own)
+    total = round(6 * sum(t.numel * (active if len(t.shape) == 3 else 1) for t in added))
     for name, elements in _multiplied_matrices(model):
         has_backward = blocks.get(name, last) >= first
         total += round(elements * (2 + 2 * has_backward + 2 * (name in trained)))

@@ -7,8 +7,9 @@ DeepSpeed's JSON; trainctl's own optimizers are not listed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from trainctl.config.derived import DerivedValue
+from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.hardware import Hardware
 from trainctl.options.engine import engine_of
@@ -25,53 +26,30 @@ def derived_settings(
     config: RunConfig, hardware: Hardware, mesh: Mesh | None, batch: Batch | None
 ) -> tuple[DerivedValue, ...]:
     """Return every setting of the engine, like `trainctl.plans.deepspeed.derived_settings`."""
-    settings = (*_sharding_settings(config), *_optimizer_settings(config, hardware, batch))
-    return tuple(
-        DerivedValue(
-            key=f"{PREFIX}.{item.key}", value=item.value, reason=item.reason, sources=item.sources
-        )
-        for item in settings
-    )
+    settings = (*_sharding_settings(config, mesh), *_optimizer_settings(config, hardware, batch))
+    return tuple(replace(item, key=f"{PREFIX}.{item.key}") for item in settings)
 
 
-def _sharding_settings(config: RunConfig) -> Iterator[DerivedValue]:
+def _sharding_settings(config: RunConfig, mesh: Mesh | None) -> Iterator[DerivedValue]:
     stage, compute = config.zero_stage.stage, number_formats(config.precision).weights
     gradients = engine_of(config).gradients
     assert gradients is not None
     why = "gathered again for the backward pass" if stage == 3 else "kept until the backward pass"
-    yield DerivedValue(
-        key="reshard_after_forward",
-        value=stage == 3,
-        reason=f"zero_stage.stage={stage}: weights are {why}",
-        sources=("zero_stage.stage",),
-    )
-    yield DerivedValue(
-        key="param_dtype",
-        value=compute.value,
-        reason=f"precision.compute={config.precision.compute}: fp32 shards are cast when gathered",
-        sources=("precision.compute",),
-    )
-    yield DerivedValue(
-        key="reduce_dtype", value=gradients.value, reason="whatever the weights are computed in"
-    )
-    yield DerivedValue(
-        key="offload",
-        value=config.offload.parameters is not OffloadDevice.none,
-        reason="offload.parameters, with gradients and states",
-        sources=("offload.parameters",),
-    )
-    yield DerivedValue(
-        key="pin_memory",
-        value=config.offload.pin_memory,
-        reason="offload.pin_memory",
-        sources=("offload.pin_memory",),
-    )
-    yield DerivedValue(
-        key="reduce_every_micro_batch",
-        value=config.engine.reduce_every_micro_batch,  # type: ignore[attr-defined]
-        reason="engine.reduce_every_micro_batch",
-        sources=("engine.reduce_every_micro_batch",),
-    )
+    why = f"zero_stage.stage={stage}: weights are {why}"
+    yield derived("reshard_after_forward", stage == 3, "zero_stage.stage", why=why)
+    size = config.zero_stage.shard_group_size
+    if size is not None and mesh is not None:
+        why = f"{mesh.data // size} groups of neighbours, each with all shards (HSDP)"
+        yield derived("shard_group_size", size, "zero_stage.shard_group_size", why=why)
+    why = f"precision.compute={config.precision.compute}: fp32 shards are cast when gathered"
+    yield derived("param_dtype", compute.value, "precision.compute", why=why)
+    yield derived("reduce_dtype", gradients.value, why="whatever the weights are computed in")
+    is_away = config.offload.parameters is not OffloadDevice.none
+    why = "offload.parameters, with gradients and states"
+    yield derived("offload", is_away, "offload.parameters", why=why)
+    yield derived("pin_memory", config.offload.pin_memory, "offload.pin_memory")
+    each_time = config.engine.reduce_every_micro_batch  # type: ignore[attr-defined]
+    yield derived("reduce_every_micro_batch", each_time, "engine.reduce_every_micro_batch")
 
 
 def _optimizer_settings(
@@ -82,17 +60,9 @@ def _optimizer_settings(
     if optimizer_maker(config, hardware) is not Maker.torch or spec.deepspeed is None:
         return
     scale = 1.0 if batch is None else lr_scale(config.optimizer, batch)
-    yield DerivedValue(
-        key="optimizer.type",
-        value=spec.deepspeed.type,
-        reason=f"optimizer.kind={config.optimizer.kind}: torch's",
-        sources=("optimizer.kind",),
-    )
+    why = f"optimizer.kind={config.optimizer.kind}: torch's"
+    yield derived("optimizer.type", spec.deepspeed.type, "optimizer.kind", why=why)
     for parameter in spec.deepspeed.parameters:
         yield optimizer_parameter(config, parameter, scale)
-    yield DerivedValue(
-        key="optimizer.params.fused",
-        value=is_fused(config, hardware),
-        reason="one kernel updates all, on accelerators",
-        sources=("optimizer.fused",),
-    )
+    why = "one kernel updates all, on accelerators"
+    yield derived("optimizer.params.fused", is_fused(config, hardware), "optimizer.fused", why=why)

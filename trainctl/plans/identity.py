@@ -17,6 +17,7 @@ from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig, ScheduleUnit
+from trainctl.config.suggest import words
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
@@ -37,22 +38,12 @@ _SHAPE = (
     "tie_word_embeddings",
 )
 
-_NON_FUNCTIONAL_KEYS = (
-    "_name_or_path",
-    "architectures",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "initializer_range",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "pad_token_id",
-    "router_aux_loss_coef",
-    "task_specific_params",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
+_NON_FUNCTIONAL_KEYS = words(
+    """
+    _name_or_path architectures bos_token_id dtype eos_token_id initializer_range
+    output_attentions output_hidden_states output_router_logits pad_token_id
+    router_aux_loss_coef task_specific_params torch_dtype transformers_version use_cache
+    """
 )
 """Keys of a transformers `config.json` that do not change what the weights compute."""
 
@@ -118,11 +109,7 @@ def model_description(model: ModelConfig, shapes: Mapping[str, list[int]]) -> di
 
 
 def check_model(
-    model: ModelConfig,
-    name: str,
-    manifest: Mapping[str, Any],
-    *,
-    may_differ: Sequence[str] = (),
+    model: ModelConfig, name: str, manifest: Mapping[str, Any], *, may_differ: Sequence[str] = ()
 ) -> None:
     """Refuse a checkpoint of another model than `model`.
 

@@ -68,6 +68,14 @@ def sources_of(data: DataConfig) -> dict[str, DataConfig]:
     return dict(data.sources) or {SINGLE_SOURCE: data}  # type: ignore[arg-type]
 
 
+def keyed_sources(data: DataConfig) -> dict[str, DataConfig]:
+    """Return `sources_of` by the keys of the sections, such as `data.sources.code`."""
+    return {
+        f"data.sources.{name}" if data.sources else "data": section
+        for name, section in sources_of(data).items()
+    }
+
+
 def exact_fraction(weight: float) -> Fraction:
     """Return a weight as the decimal fraction it was written as: 0.7 is 7/10."""
     return Fraction(repr(weight))

@@ -32,7 +32,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from trainctl.config.derived import DerivedValue
+from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.tensors import SCORE
@@ -162,21 +162,14 @@ def derived_settings(config: RunConfig) -> Iterator[DerivedValue]:
     m = width_factor(model)
     widths = f"model.hidden_size {model.hidden_size} / model.mup_base_width {model.mup_base_width}"
     sources = ("model.hidden_size", "model.mup_base_width")
-    yield DerivedValue(key="mup.width_factor", value=m, reason=f"m = {widths}", sources=sources)
-    yield DerivedValue(
-        key="mup.hidden_deviation",
-        value=model.initializer_range * initial_factor(model, TensorKind.hidden),
-        reason=f"of initial hidden matrices: model.initializer_range {model.initializer_range:g}"
-        " / sqrt(m)",
-        sources=("model.initializer_range",),
-    )
-    yield DerivedValue(key="mup.output_multiplier", value=1 / m, reason="of the logits: 1 / m")
+    yield derived("mup.width_factor", m, *sources, why=f"m = {widths}")
+    deviation, key = model.initializer_range, "model.initializer_range"
+    why = f"of initial hidden matrices: {key} {deviation:g} / sqrt(m)"
+    deviation *= initial_factor(model, TensorKind.hidden)
+    yield derived("mup.hidden_deviation", deviation, key, why=why)
+    yield derived("mup.output_multiplier", 1 / m, why="of the logits: 1 / m")
     if model.mup_base_head_dim is not None:
-        why = f"sqrt(model.mup_base_head_dim {model.mup_base_head_dim}) / head width "
-        scale = attention_factor(model) / math.sqrt(head_dim(model))
-        yield DerivedValue(
-            key="mup.attention_scale",
-            value=scale,
-            reason=f"{why}{head_dim(model)}",
-            sources=("model.mup_base_head_dim",),
-        )
+        key, width = "model.mup_base_head_dim", head_dim(model)
+        why = f"sqrt({key} {model.mup_base_head_dim}) / head width {width}"
+        scale = attention_factor(model) / math.sqrt(width)
+        yield derived("mup.attention_scale", scale, key, why=why)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from trainctl.config.derived import DerivedValue
+from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import (
     Accelerator,
     AdaptiveClipping,
@@ -99,11 +99,9 @@ def implementation_reasons(config: RunConfig, hardware: Hardware) -> Iterator[De
     if made_by is Maker.trainctl:
         needs = f"one element's update needs {spec.needs}, and ZeRO's pieces are cut anywhere"
         why = spec.is_ours_because or needs
-        yield DerivedValue(key="optimizer.made_by", value=made_by.value, reason=why)
+        yield derived("optimizer.made_by", made_by.value, why=why)
     if config.optimizer.fused is None and is_fused(config, hardware):
-        yield DerivedValue(
-            key="optimizer.fused", value=True, reason=f"on {hardware.accelerator.value}"
-        )
+        yield derived("optimizer.fused", True, why=f"on {hardware.accelerator.value}")
 
 
 def optimizer_maker(config: RunConfig, hardware: Hardware) -> Maker:
@@ -156,19 +154,15 @@ def learning_rate_reasons(config: RunConfig, batch: Batch) -> Iterator[DerivedVa
         for name, rate in rates.items():
             why = f"optimizer.{name} {rate:g} x {factor}, {source}"
             sources = (f"optimizer.{name}", "optimizer.lr_scaling_batch_size")
-            yield DerivedValue(key=f"peak_{name}", value=rate * scale, reason=why, sources=sources)
+            yield derived(f"peak_{name}", rate * scale, *sources, why=why)
     if config.trains_itself and config.gradients.adaptive_clipping is not AdaptiveClipping.none:
         kind = config.gradients.adaptive_clipping.value
         fixed = f"optimizer.gradient_clipping {optimizer.gradient_clipping:g}"
         why = f"decides alone, in place of {fixed}"
         if config.gradients.adaptive_clipping is AdaptiveClipping.mean:
             why = f"decides alone from the second update on, {fixed} for the first"
-        yield DerivedValue(
-            key="clip_at",
-            value=kind,
-            reason=f"gradients.adaptive_clipping={kind} {why}",
-            sources=("gradients.adaptive_clipping", "optimizer.gradient_clipping"),
-        )
+        sources = ("gradients.adaptive_clipping", "optimizer.gradient_clipping")
+        yield derived("clip_at", kind, *sources, why=f"gradients.adaptive_clipping={kind} {why}")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -7,8 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainctl.config.derived import DerivedValue
-from trainctl.config.schema import CompileKind, DataType, OffloadDevice, PrecisionConfig, RunConfig
+from trainctl.config.derived import DerivedValue, derived
+from trainctl.config.schema import (
+    AttentionKind,
+    CompileKind,
+    DataType,
+    OffloadDevice,
+    PrecisionConfig,
+    RunConfig,
+)
 from trainctl.options.activation_checkpointing import Recomputing, recomputing_section
 from trainctl.options.precision import precision_of
 
@@ -61,14 +68,9 @@ def recomputed_blocks(config: RunConfig) -> tuple[DerivedValue, ...]:
         return ()
     count = sum(is_recomputed(block, settings) for block in range(layers))
     which = "all" if settings.every_kth_block == 1 else f"one in {settings.every_kth_block}"
-    return (
-        DerivedValue(
-            key="activation_checkpointing.wrapped_blocks",
-            value=count,
-            reason=f"activation_checkpointing.mode={settings.mode}: {which} of {layers}",
-            sources=("activation_checkpointing.mode",),
-        ),
-    )
+    mode = "activation_checkpointing.mode"
+    why = f"{mode}={settings.mode}: {which} of {layers}"
+    return (derived("activation_checkpointing.wrapped_blocks", count, mode, why=why),)
 
 
 def auxiliary_loss(config: RunConfig) -> float:
@@ -82,7 +84,7 @@ def expert_reasons(config: RunConfig) -> Iterator[DerivedValue]:
     asked = config.model.router_aux_loss_coef
     if config.experts.auxiliary_loss is None and asked and config.trains_itself:
         why = "router_aux_loss_coef of config.json, whose output_router_logits is true"
-        yield DerivedValue(key="experts.auxiliary_loss", value=asked, reason=why)
+        yield derived("experts.auxiliary_loss", asked, why=why)
 
 
 DETERMINISTIC_VARIABLES = {
@@ -129,3 +131,14 @@ def average_conflict(config: RunConfig) -> tuple[str, str] | None:
             "the compiled graph keeps gathered weights, which would not follow an evaluation",
         )
     return None
+
+
+def uses_ring(config: RunConfig) -> bool:
+    """Return True if attention is ring attention (`engines/ring_attention.py`).
+
+    It knows documents, which sdpa inside Ulysses does not; FlashAttention reads them from
+    positions.
+    """
+    is_masked = config.data.mask_documents and config.model.attention is AttentionKind.sdpa
+    axes = config.parallelism
+    return axes.context > 1 or (axes.sequence > 1 and is_masked)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from trainctl.config.schema import ModelConfig
@@ -33,9 +34,10 @@ class TensorShape:
     (``self_attn.q_proj.weight``).
     """
     shape: tuple[int, ...]
-    sharded: bool = True
-    """Whether tensor parallelism splits the tensor. Norms, position embeddings and the biases of
-    row-parallel layers are replicated on every rank instead.
+    shares: int = 0
+    """Number of equal parts that tensor-parallel ranks can divide: heads, columns of a feed-forward
+    layer, tokens. 0 if every rank has the whole tensor: norms, position embeddings, biases of
+    row-parallel layers.
     """
     embedding: bool = False
     """Whether the tensor is a lookup table by token or position."""
@@ -74,11 +76,25 @@ def head_dim(model: ModelConfig) -> int:
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
 
+def attended_width(model: ModelConfig) -> int:
+    """Return the width of a head's queries and keys in attention, which ranks exchange. Latent
+    attention's is more than its projections suggest; narrower values are padded to it.
+    """
+    read = None if model.is_unread else anatomy(model)
+    widths = [a.key_width for block in read.blocks for a in block.attention] if read else []
+    return max(widths, default=head_dim(model))
+
+
 def key_value_heads(model: ModelConfig) -> int:
     """Return the number of key-value heads."""
     if spec_of(model).has_equal_heads:
         return model.num_attention_heads
     return model.num_key_value_heads or model.num_attention_heads
+
+
+def own_key_value_heads(model: ModelConfig, tensor: int) -> float:
+    """Return the number of key-value heads of one of `tensor` ranks; ranks share no half heads."""
+    return max(key_value_heads(model) / tensor, 1)
 
 
 def attention_window(model: ModelConfig) -> int | None:
@@ -115,8 +131,30 @@ def undecayed(model: ModelConfig) -> frozenset[str]:
     return frozenset() if read is None else read.undecayed
 
 
-def tensor_units(model: ModelConfig) -> dict[str, int]:
-    """Return the counts that the tensor-parallel size must divide, by config key or description."""
+def repeated_heads(model: ModelConfig, tensor: int) -> int:
+    """Return the number of tensor ranks that hold the same key-value head; 1 if these do not divide
+    the ranks.
+    """
+    heads = key_value_heads(model)
+    return 1 if heads == model.num_attention_heads or tensor % heads else tensor // heads
+
+
+def undivided_units(model: ModelConfig, tensor: int, *, repeats: bool = True) -> dict[str, int]:
+    """Return the counts that `tensor` ranks cannot share, by config key or description.
+
+    Args:
+        repeats: Whether a key-value head may be on several ranks.
+    """
+    repeats = repeats and repeated_heads(model, tensor) > 1
+    return {
+        key: count
+        for key, count in _tensor_units(model).items()
+        if count % tensor and not (repeats and count == key_value_heads(model))
+    }
+
+
+def _tensor_units(model: ModelConfig) -> dict[str, int]:
+    """Return the counts that tensor ranks share, by config key or description."""
     read = None if model.is_unread else anatomy(model)
     if read is None:
         return {
@@ -134,15 +172,15 @@ def tensor_units(model: ModelConfig) -> dict[str, int]:
 def embedding_tensors(model: ModelConfig) -> tuple[TensorShape, ...]:
     """Return the embedding tensors before the first block."""
     # Tensor parallelism splits the rows of the token embedding, not those of positions.
-    rows, spec = ((model.vocab_size, True), (model.max_position_embeddings, False)), spec_of(model)
+    rows, spec = ((model.vocab_size,) * 2, (model.max_position_embeddings, 0)), spec_of(model)
     return tuple(
         TensorShape(
             name=f"{spec.decoder}.{module}.weight",
             shape=(count, model.hidden_size),
-            sharded=sharded,
+            shares=shares,
             embedding=True,
         )
-        for module, (count, sharded) in zip(spec.embeddings, rows, strict=False)
+        for module, (count, shares) in zip(spec.embeddings, rows, strict=False)
     )
 
 
@@ -169,9 +207,10 @@ def head_tensor(model: ModelConfig) -> TensorShape:
     """
     if model.score_outputs is not None:
         shape = (model.score_outputs, model.hidden_size)
-        return TensorShape(name=f"{SCORE}.weight", shape=shape, sharded=False)
+        return TensorShape(name=f"{SCORE}.weight", shape=shape)
     name = f"{spec_of(model).head}.weight"
-    return TensorShape(name=name, shape=(model.vocab_size, model.hidden_size))
+    shape = (model.vocab_size, model.hidden_size)
+    return TensorShape(name=name, shape=shape, shares=model.vocab_size)
 
 
 def future_tensors(model: ModelConfig) -> Iterator[TensorShape]:
@@ -183,11 +222,9 @@ def future_tensors(model: ModelConfig) -> Iterator[TensorShape]:
         prefix = f"{FUTURE}.{index}"
         for name in ("enorm", "hnorm"):
             yield from _norm_tensors(f"{prefix}.{name}", width, spec)
-        yield TensorShape(name=f"{prefix}.eh_proj.weight", shape=(width, 2 * width), sharded=False)
+        yield TensorShape(name=f"{prefix}.eh_proj.weight", shape=(width, 2 * width))
         for tensor in block_tensors(model):
-            yield TensorShape(
-                name=f"{prefix}.mtp_block.{tensor.name}", shape=tensor.shape, sharded=False
-            )
+            yield TensorShape(name=f"{prefix}.mtp_block.{tensor.name}", shape=tensor.shape)
         yield from _norm_tensors(f"{prefix}.post_norm", width, spec)
 
 
@@ -195,6 +232,12 @@ def block_of(name: str) -> int | None:
     """Return the index of the block that a canonical name belongs to; None outside blocks."""
     found = _BLOCK.search(name)
     return int(found[1]) if found else None
+
+
+@lru_cache(maxsize=4096)
+def without_block(name: str) -> str:
+    """Return a canonical name without the index of its block, the same for all blocks."""
+    return _BLOCK.sub("", name, count=1)
 
 
 def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
@@ -205,7 +248,7 @@ def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
             yield TensorShape(
                 name=parameter.name,
                 shape=parameter.shape,
-                sharded=parameter.shares > 0,
+                shares=parameter.shares,
                 embedding=parameter.role is Role.embedding,
             )
         return
@@ -214,7 +257,7 @@ def all_tensors(model: ModelConfig) -> Iterator[TensorShape]:
     for index in range(model.num_layers):
         for tensor in block:
             name = f"{prefix}.{index}.{tensor.name}"
-            yield TensorShape(name=name, shape=tensor.shape, sharded=tensor.sharded)
+            yield TensorShape(name=name, shape=tensor.shape, shares=tensor.shares)
     yield from final_norm_tensors(model)
     if not model.has_tied_head:
         yield head_tensor(model)
@@ -262,40 +305,48 @@ def _count_from_anatomy(read: Anatomy) -> ParameterCount:
 
 
 def _block_tensors(model: ModelConfig, spec: Family) -> Iterator[TensorShape]:
-    width, ffn = head_dim(model), model.intermediate_size
-    queries, keys = model.num_attention_heads * width, key_value_heads(model) * width
-    inside = {spec.attention: (queries, keys, keys), spec.feed_forward: (ffn, ffn)}
+    keys, ffn = key_value_heads(model), model.intermediate_size
+    inside = {
+        spec.attention: (head_dim(model), (model.num_attention_heads, keys, keys)),
+        spec.feed_forward: (1, (ffn, ffn)),
+    }
     for part in spec.block:
         if isinstance(part, Region):
-            yield from _region_tensors(model, spec, part, inside[part])
+            yield from _region_tensors(model, spec, part, *inside[part])
         else:
             yield from _norm_tensors(part, model.hidden_size, spec)
 
 
 def _region_tensors(
-    model: ModelConfig, spec: Family, region: Region, widths: tuple[int, ...]
+    model: ModelConfig, spec: Family, region: Region, width: int, units: tuple[int, ...]
 ) -> Iterator[TensorShape]:
-    """Yield the tensors of a region, given the output widths of its column-parallel matrices. The
-    row matrix maps the first width back to the hidden size.
+    """Yield the tensors of a region, given the numbers of units (heads or columns) of its
+    column-parallel matrices, each `width` outputs wide. The row matrix maps the units of the first
+    back to the hidden size.
     """
-    outputs = (sum(widths),) if region.fused > 1 else widths
-    for name, width in zip(region.columns, outputs, strict=False):
-        yield _matrix_tensors(f"{region.module}.{name}", width, model.hidden_size, spec)
+    columns = region.columns
+    outputs = [sum(units)] * len(columns) if region.fused > 1 else units
+    for name, count, shares in zip(columns, outputs, units, strict=False):
+        shape = (count * width, model.hidden_size)
+        yield _matrix_tensor(f"{region.module}.{name}", shape, shares, spec)
         if region.column_bias:
-            yield TensorShape(name=f"{region.module}.{name}.bias", shape=(width,))
+            yield TensorShape(
+                name=f"{region.module}.{name}.bias", shape=(count * width,), shares=shares
+            )
     row = f"{region.module}.{region.row}"
-    yield _matrix_tensors(row, model.hidden_size, widths[0], spec)
+    yield _matrix_tensor(row, (model.hidden_size, units[0] * width), units[0], spec)
     if region.row_bias:
-        yield TensorShape(name=f"{row}.bias", shape=(model.hidden_size,), sharded=False)
+        yield TensorShape(name=f"{row}.bias", shape=(model.hidden_size,))
     for name in region.per_head:
         yield from _norm_tensors(f"{region.module}.{name}", head_dim(model), spec)
 
 
-def _matrix_tensors(name: str, outputs: int, inputs: int, spec: Family) -> TensorShape:
-    shape = (inputs, outputs) if spec.inputs_first else (outputs, inputs)
-    return TensorShape(name=f"{name}.weight", shape=shape)
+def _matrix_tensor(name: str, shape: tuple[int, int], shares: int, spec: Family) -> TensorShape:
+    """Return a matrix of the shape (outputs, inputs), as the family stores it."""
+    stored = shape[::-1] if spec.inputs_first else shape
+    return TensorShape(name=f"{name}.weight", shape=stored, shares=shares)
 
 
 def _norm_tensors(name: str, width: int, spec: Family) -> Iterator[TensorShape]:
     for part in ("weight", "bias") if spec.norm.has_bias else ("weight",):
-        yield TensorShape(name=f"{name}.{part}", shape=(width,), sharded=False)
+        yield TensorShape(name=f"{name}.{part}", shape=(width,))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainctl.config.derived import DerivedValue
+from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.models.anatomy import Role
 from trainctl.options.adapter import BaseWeights, LowRank, low_rank
@@ -31,10 +31,12 @@ LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLayer:
-    """Linear layer of a block, to which an adapter may be added."""
+    """Linear layer of a block, or stack of its experts' matrices, to which an adapter may be
+    added.
+    """
 
     name: str
-    """Canonical name of the module."""
+    """Canonical name of the module, or of the parameter that stacks experts."""
     inputs: int
     """Input width."""
     outputs: int
@@ -43,8 +45,24 @@ class LinearLayer:
     """Dimension split by tensor parallelism: "outputs" or "inputs"; None if unknown or
     replicated.
     """
+    shares: int = 0
+    """Number of equal parts that tensor ranks can divide, if it is split."""
     inputs_first: bool = False
     """Whether the matrix has shape (inputs, outputs), as transformers' Conv1D has."""
+    experts: int = 0
+    """Number of experts whose matrices one parameter stacks; 0 for a linear layer."""
+
+    @property
+    def weight(self) -> str:
+        """Canonical name of the parameter with the matrix or matrices."""
+        return self.name if self.experts else f"{self.name}.weight"
+
+    def added_name(self, tensor: str) -> str:
+        """Return the canonical name of an adapter's tensor.
+
+        Those of stacked experts are parameters of the module that has the stack.
+        """
+        return f"{self.name}{'_' if self.experts else '.'}{tensor}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +105,11 @@ def trainable(config: RunConfig) -> Trainable:
         alone = f"adapter.also_train={adapter.also_train}" if adapter.also_train else "only it"
         if config.model.score_outputs is not None:
             alone += f" with {head_name(config.model)}"
+        linear = sum(not layer.experts for layer in layers)
+        stacks = f" and {len(layers) - linear} stacks of experts" if linear < len(layers) else ""
         why = (
-            f"adapter.kind={adapter.kind}: {len(layers)} linear layers have one, and {alone} trains"
+            f"adapter.kind={adapter.kind}: {linear} linear layers{stacks} have one, and {alone} "
+            "trains"
         )
         return Trainable(
             trained=(*(tensor for tensor in tensors if tensor.name in own), *added),
@@ -114,8 +135,7 @@ def parameter_count_reasons(config: RunConfig) -> tuple[DerivedValue, ...]:
         source = "adapter.kind"
     counts = {"trained": found.trained_elements, "frozen": found.frozen_elements}
     return tuple(
-        DerivedValue(key=f"parameters.{name}", value=value, reason=why, sources=(source,))
-        for name, value in counts.items()
+        derived(f"parameters.{name}", value, source, why=why) for name, value in counts.items()
     )
 
 
@@ -238,11 +258,12 @@ def idle_stages(config: RunConfig, sizes: Sequence[int]) -> list[int]:
     """Return the pipeline stages on which nothing trains, given the number of blocks of each."""
     blocks, last = block_numbers(config.model), len(sizes) - 1
     starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
-    busy: set[int] = set()
+    found = trainable(config)
+    busy = {bisect_right(starts, blocks[layer.weight]) - 1 for layer in found.adapted}
+    own = {tensor.name for tensor in shapes.all_tensors(config.model)}
     tied = {name for _, name in tied_parameters(config.model)}
-    for tensor in trainable(config).trained:
-        layer = f"{tensor.name.rpartition('.')[0]}.weight"
-        block = blocks.get(tensor.name, blocks.get(layer))
+    for tensor in (tensor for tensor in found.trained if tensor.name in own):
+        block = blocks.get(tensor.name)
         if block is not None:
             busy.add(bisect_right(starts, block) - 1)
             continue
@@ -257,16 +278,31 @@ def idle_stages(config: RunConfig, sizes: Sequence[int]) -> list[int]:
 
 
 def adapted_layers(model: ModelConfig, adapter: LowRank) -> tuple[LinearLayer, ...]:
-    """Return the linear layers that `adapter.targets` names; without targets, all in the blocks."""
+    """Return the linear layers and stacked experts that `adapter.targets` names; without targets,
+    all linear layers in the blocks.
+    """
     layers = tuple(linear_layers(model))
     if not adapter.targets:
         return layers
+    layers += tuple(stacked_experts(model))
     return tuple(layer for layer in layers if any(is_target(layer, t) for t in adapter.targets))
 
 
 def is_target(layer: LinearLayer, target: str) -> bool:
-    """Return True if the layer's name ends with the target: `q_proj`, or `self_attn.q_proj`."""
+    """Return True if the layer's name ends with the target: `q_proj`, or `self_attn.q_proj`.
+
+    A stack of experts needs the module's name too, `experts.down_proj`: dense layers beside it may
+    have the same last part.
+    """
+    if layer.experts and "." not in target:
+        return False
     return layer.name == target or layer.name.endswith(f".{target}")
+
+
+SPLIT_BY_INPUTS = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "fc2")
+"""Names of the linear layers that tensor ranks split by inputs, in architectures without a family
+(`base_model_tp_plan` of transformers). All others of their layers are split by outputs.
+"""
 
 
 def linear_layers(model: ModelConfig) -> Iterator[LinearLayer]:
@@ -275,54 +311,85 @@ def linear_layers(model: ModelConfig) -> Iterator[LinearLayer]:
     Routers are excluded, and so are experts stored in one tensor: their weights belong to no linear
     module.
     """
-    family = architecture(model)
-    splits: dict[str, str] = {}
-    if family is not None:
-        for region in family.regions:
-            splits |= {f"{region.module}.{name}": "outputs" for name in region.columns}
-            splits[f"{region.module}.{region.row}"] = "inputs"
+    family, is_module = architecture(model), spec_of(model).is_module
+    rows = SPLIT_BY_INPUTS if family is None else [region.row for region in family.regions]
     inputs_first = (family or spec_of(model)).inputs_first
-    for name, shape in _block_matrices(model):
+    for name, shape, shares in _block_matrices(model):
         module = name.removesuffix(".weight")
         outputs, inputs = reversed(shape) if inputs_first else shape
-        split = next((how for end, how in splits.items() if module.endswith(f".{end}")), None)
+        split = "inputs" if module.rpartition(".")[2] in rows else "outputs"
         yield LinearLayer(
-            name=module, inputs=inputs, outputs=outputs, split=split, inputs_first=inputs_first
+            name=module,
+            inputs=inputs,
+            outputs=outputs,
+            split=split if shares and not is_module else None,
+            shares=shares,
+            inputs_first=inputs_first,
         )
 
 
-def _block_matrices(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of the weights of linear layers in blocks."""
+def stacked_experts(model: ModelConfig) -> Iterator[LinearLayer]:
+    """Yield the parameters that stack a matrix of all experts of a layer, in the model's order."""
+    read = shapes.anatomy(model)
+    if read is None or read.has_custom_expert_forward:
+        return
+    for parameter in read.parameters:
+        if parameter.role is Role.expert and len(parameter.shape) == 3:
+            experts, outputs, inputs = parameter.shape
+            if read.has_inputs_first_experts:
+                outputs, inputs = inputs, outputs
+            split = "inputs" if parameter.name.endswith(".down_proj") else "outputs"
+            yield LinearLayer(
+                name=parameter.name,
+                inputs=inputs,
+                outputs=outputs,
+                split=split if parameter.shares else None,
+                shares=parameter.shares,
+                inputs_first=read.has_inputs_first_experts,
+                experts=experts,
+            )
+
+
+def _block_matrices(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Yield name, shape and shares of the weights of linear layers in blocks."""
     read = shapes.anatomy(model)
     if read is None:
         blocks = block_numbers(model)
         for tensor in shapes.all_tensors(model):
             if tensor.is_matrix and tensor.name in blocks:
-                yield tensor.name, tensor.shape
+                yield tensor.name, tensor.shape, tensor.shares
         return
     for parameter in read.parameters:
         is_layer = parameter.role in (Role.weight, Role.shared) and len(parameter.shape) == 2
         if is_layer and parameter.block is not None and parameter.name.endswith(".weight"):
-            yield parameter.name, parameter.shape
+            yield parameter.name, parameter.shape, parameter.shares
 
 
 def added_tensors(layer: LinearLayer, adapter: LowRank) -> tuple[TensorShape, ...]:
     """Return the tensors that an adapter adds to a layer, in the type of the model's weights.
 
-    Tensor parallelism splits B of a layer split by outputs, and A of a layer split by inputs.
+    Tensor parallelism splits B of a layer split by outputs, and A of a layer split by inputs. Those
+    of stacked experts have the experts as first dimension.
     """
-    by_outputs, by_inputs = layer.split == "outputs", layer.split == "inputs"
+    by_outputs, by_inputs = (
+        layer.shares if layer.split == way else 0 for way in ("outputs", "inputs")
+    )
+    stack = (layer.experts,) if layer.experts else ()
     found = [
         TensorShape(
-            name=f"{layer.name}.{LORA_A}", shape=(adapter.rank, layer.inputs), sharded=by_inputs
+            name=layer.added_name(LORA_A),
+            shape=(*stack, adapter.rank, layer.inputs),
+            shares=by_inputs,
         ),
         TensorShape(
-            name=f"{layer.name}.{LORA_B}", shape=(layer.outputs, adapter.rank), sharded=by_outputs
+            name=layer.added_name(LORA_B),
+            shape=(*stack, layer.outputs, adapter.rank),
+            shares=by_outputs,
         ),
     ]
     if adapter_of(adapter).has_magnitude:
-        name = f"{layer.name}.{MAGNITUDE}"
-        found.append(TensorShape(name=name, shape=(layer.outputs,), sharded=by_outputs))
+        name = layer.added_name(MAGNITUDE)
+        found.append(TensorShape(name=name, shape=(layer.outputs,), shares=by_outputs))
     return tuple(found)
 
 

@@ -92,9 +92,9 @@ PLAN_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Sizes of the process mesh; `world_size` is the product of data, tensor, pipeline, sequence.
+    """Sizes of the process mesh; `world_size` is the product of all but expert.
 
-    Rank order is tensor fastest, then sequence, then data, then pipeline slowest, so that a
+    Rank order is tensor fastest, then sequence, context, data, and pipeline slowest, so that a
     tensor-parallel group stays inside a node. The expert axis is a part of the data axis; its ranks
     are adjacent there.
     """
@@ -104,15 +104,31 @@ class Mesh:
     pipeline: int
     sequence: int
     expert: int = 1
+    context: int = 1
+
+    @property
+    def sequence_parts(self) -> int:
+        """Number of ranks that share a sequence: those of the sequence and context axes."""
+        return self.sequence * self.context
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters, over which ZeRO partitions."""
+        return self.data * self.sequence_parts
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that share out the experts of a layer: the expert axis with its tensor ranks."""
+        return self.expert * self.tensor if self.expert > 1 else 1
 
     @property
     def expert_replicas(self) -> int:
         """Ranks of a pipeline stage that hold the same experts."""
-        return self.data * self.sequence // self.expert
+        return self.replicas // self.expert
 
     @property
     def world_size(self) -> int:
-        return self.data * self.tensor * self.pipeline * self.sequence
+        return self.replicas * self.tensor * self.pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +146,24 @@ class LayoutPlan:
     """Number of blocks of each pipeline stage."""
 
     @property
+    def shard_ranks(self) -> int:
+        """Number of ranks that ZeRO partitions over; with HSDP, those of one shard group."""
+        return self.config.zero_stage.shard_group_size or self.mesh.replicas
+
+    @property
     def stages(self) -> tuple[range, ...]:
         """Indices of the blocks of each pipeline stage."""
         ends = tuple(accumulate(self.stage_blocks))
         return tuple(
             range(end - size, end) for end, size in zip(ends, self.stage_blocks, strict=True)
         )
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a pipeline rank, in the order of the forward pass: `rank`, and if
+        the pipeline is folded the one as far from the end.
+        """
+        axes = self.config.parallelism
+        return (rank, axes.stages - 1 - rank) if axes.is_folded else (rank,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -263,7 +263,9 @@ def _check_split_sizes(
         )
         return
     key = "data.held_out_paths" if data.held_out_paths else "data.held_out_fraction"
-    if held_out <= length and _wants_evaluation(config, data):
+    wants_loss = config.training.evaluation_samples > 0
+    wants_loss &= bool(data.held_out_fraction or data.held_out_paths)
+    if held_out <= length and wants_loss:
         yield Finding(
             rule=SIDES,
             key=key,
@@ -289,11 +291,6 @@ def _max_tokens(files: list[File], data: DataConfig) -> int:
     """Return an upper bound of tokens: bytes up to `data.max_bytes`, and one for each file."""
     size = sum(file.stat().st_size for file in files)
     return len(files) + (size if data.max_bytes is None else min(size, data.max_bytes))
-
-
-def _wants_evaluation(config: RunConfig, data: DataFromPaths) -> bool:
-    is_held_out = bool(data.held_out_fraction or data.held_out_paths)
-    return config.training.evaluation_samples > 0 and is_held_out
 
 
 WEB_RULES = "TC359"

@@ -174,13 +174,10 @@ class NoTextColumn(TrainctlError):
         super().__init__(f"{file}: no column {column!r} of texts: {has}", hint=hint)
 
 
-def text_column(reader_or_section: Reader | DataConfig) -> str:
+def text_column(reader: Reader) -> str:
     """Return the name of the column with the texts."""
-    section = reader_or_section
-    if isinstance(section, Reader):
-        section = section.config
-    assert isinstance(section, DataFromRecords)
-    return section.text_key
+    assert isinstance(reader.config, DataFromRecords)
+    return reader.config.text_key
 
 
 def text_of(reader: Reader, value: bytes | None, where: str) -> str | None:

@@ -14,14 +14,14 @@ from typing import Any
 
 from trainctl.config.derived import DerivedValue
 from trainctl.config.schema import RunConfig
+from trainctl.config.suggest import words
 from trainctl.hardware import Hardware
 from trainctl.plans.deepspeed import BATCH_KEYS, nest_settings
 from trainctl.plans.deepspeed_table import (
+    CONDITIONS,
     PARAMETERS,
     SOURCES,
     STATES,
-    WHEN,
-    WORDS,
     ZENFLOW,
     ZERO,
     Modes,
@@ -104,65 +104,35 @@ TRAINER_OWNED_KEYS = {
 may set them.
 """
 
-PASS_THROUGH_KEYS = {
-    **dict.fromkeys(
-        (
-            *(f"comms_logger.{name}" for name in ("debug", "enabled", "prof_all", "prof_ops")),
-            "comms_logger.verbose",
-            "disable_python_gc",
-            "dump_state",
-            "gradient_predivide_factor",
-            "memory_breakdown",
-            "prescale_gradients",
-            "timers.throughput.enabled",
-            "timers.throughput.synchronized",
-        ),
-        "",
-    ),
-    **dict.fromkeys(
-        (
-            "flops_profiler.detailed",
-            "flops_profiler.enabled",
-            "flops_profiler.module_depth",
-            "flops_profiler.output_file",
-            "flops_profiler.profile_step",
-            "flops_profiler.recompute_fwd_factor",
-            "flops_profiler.top_modules",
-        ),
-        "no stages",  # with stages, DeepSpeed starts a profiler timer twice and fails
-    ),
-    **dict.fromkeys(
-        (
-            f"{ZERO}.ignore_unused_parameters",
-            f"{ZERO}.parameter_alignment",
-            f"{ZERO}.use_multi_rank_bucket_allreduce",
-        ),
-        "stage 1 or 2",
-    ),
-    **dict.fromkeys(
-        (
-            f"{ZERO}.enable_sanity_checks",
-            f"{ZERO}.log_trace_cache_warnings",
-            f"{ZERO}.memory_efficient_linear",
-            f"{ZERO}.stage3_allgather_sequential",
-            f"{ZERO}.stage3_model_persistence_threshold",
-            f"{ZERO}.stage3_use_all_reduce_for_fetch_params",
-        ),
-        "stage 3",
-    ),
-    **dict.fromkeys(
-        (
-            "aio.block_size",
-            "aio.intra_op_parallelism",
-            "aio.overlap_events",
-            "aio.queue_depth",
-            "aio.single_submit",
-        ),
-        "nvme",
-    ),
+_READ_UNDER = {
+    "": """
+    comms_logger.debug comms_logger.enabled comms_logger.prof_all comms_logger.prof_ops
+    comms_logger.verbose disable_python_gc dump_state gradient_predivide_factor memory_breakdown
+    prescale_gradients timers.throughput.enabled timers.throughput.synchronized
+    """,
+    # With stages, DeepSpeed starts a profiler timer twice and fails.
+    "no stages": """
+    flops_profiler.detailed flops_profiler.enabled flops_profiler.module_depth
+    flops_profiler.output_file flops_profiler.profile_step flops_profiler.recompute_fwd_factor
+    flops_profiler.top_modules
+    """,
+    "stage 1 or 2": """
+    zero_optimization.ignore_unused_parameters zero_optimization.parameter_alignment
+    zero_optimization.use_multi_rank_bucket_allreduce
+    """,
+    "stage 3": """
+    zero_optimization.enable_sanity_checks zero_optimization.log_trace_cache_warnings
+    zero_optimization.memory_efficient_linear zero_optimization.stage3_allgather_sequential
+    zero_optimization.stage3_model_persistence_threshold
+    zero_optimization.stage3_use_all_reduce_for_fetch_params
+    """,
+    "nvme": """
+    aio.block_size aio.intra_op_parallelism aio.overlap_events aio.queue_depth aio.single_submit
+    """,
 }
-"""Keys that change neither loss nor gradient norm, each with the condition in `WHEN` under which
-DeepSpeed reads it; empty for always.
+PASS_THROUGH_KEYS = {key: need for need, keys in _READ_UNDER.items() for key in words(keys)}
+"""Keys that change neither loss nor gradient norm, each with the condition in `CONDITIONS` under
+which DeepSpeed reads it; empty for always.
 """
 
 _OWN_CHECKPOINTS = "the trainer writes and reads checkpoints of its own"
@@ -222,8 +192,10 @@ def idle_reason(name: str, config: RunConfig) -> str:
     if not config.trains_itself:
         return ""
     need = PASS_THROUGH_KEYS.get(entry, "")
-    if need and not WHEN[need](Modes.of(config)):
-        return f"it needs {WORDS[need]}"
+    if need:
+        needed, is_met = CONDITIONS[need]
+        if not is_met(Modes.of(config)):
+            return f"it needs {needed}"
     return UNREAD_KEYS.get(entry, "")
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.extras import package_version
 from trainctl.config.json_file import JsonDocument, read_json
 from trainctl.config.model_directory import fill_from_directory
 from trainctl.config.schema import ModelConfig
@@ -84,11 +84,7 @@ def check_file(path: Path, around: JsonContext) -> CheckedFile:
     named = [*document.findings, *(_with_line(finding, document, path) for finding in found)]
     named.sort(key=lambda finding: (not finding.is_error, _finding_line(finding)))
     return CheckedFile(
-        document=document,
-        findings=tuple(named),
-        schema=schema,
-        installed=installed,
-        around=around,
+        document=document, findings=tuple(named), schema=schema, installed=installed, around=around
     )
 
 
@@ -116,10 +112,7 @@ def json_context(
 
 def installed_deepspeed() -> str:
     """Return the installed DeepSpeed's version without importing it; empty if there is none."""
-    try:
-        return version("deepspeed").partition("+")[0]
-    except PackageNotFoundError:
-        return ""
+    return package_version("deepspeed").partition("+")[0]
 
 
 def _model_shape(directory: Path) -> ModelConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainctl.config.derived import DerivedValue
+from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import RunConfig
 from trainctl.config.sections import callbacks_of
 from trainctl.errors import Finding
@@ -134,13 +134,9 @@ def _format_reasons(config: RunConfig) -> tuple[DerivedValue, ...]:
     why, source = f"precision.compute={config.precision.compute}", "precision.compute"
     if always is not None:
         why, source = f"engine.kind={config.engine.kind}, whatever the weights are", "engine.kind"
+    why = why if always else f"the format of the weights under {why}"
     return tuple(
-        DerivedValue(
-            key=f"precision.{name}",
-            value=(always or getattr(used, name)).value,
-            reason=why if always else f"the format of the weights under {why}",
-            sources=(source,),
-        )
+        derived(f"precision.{name}", (always or getattr(used, name)).value, source, why=why)
         for name in ("gradient_accumulation", "communication")
         if getattr(config.precision, name) is None
     )

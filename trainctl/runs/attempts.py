@@ -16,7 +16,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import redact_setting
 from trainctl.config.store import Change, diff_configs, load_config
-from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
+from trainctl.errors import Finding, RunStateError, Severity, TrainctlError
 from trainctl.runs.directory import is_run, last_attempt, open_run, read_plan
 from trainctl.runs.failures import Cause, describe_failure
 from trainctl.runs.layout import RunPaths
@@ -74,10 +74,9 @@ def config_of(run: RunPaths, attempt: int | None = None) -> RunConfig:
         return read_plan(file).config
     if attempt is not None:
         there = last_attempt(run)
-        raise TrainctlError(
+        raise RunStateError(
             f"{run.root} has no attempt {attempt}",
             hint=f"attempts: 1 to {there}" if there else "nothing of it was started yet",
-            exit_code=ExitCode.run_state,
         )
     return load_config(run.config)
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import (
+    best_checkpoint,
     checkpoint_folders,
     examine_checkpoints,
     list_checkpoints,
@@ -26,12 +27,7 @@ Warn = Callable[[str], None]
 
 
 def choose_checkpoint(
-    run: RunPaths,
-    progress: Progress,
-    warn: Warn,
-    *,
-    step: int | None = None,
-    best: bool = False,
+    run: RunPaths, progress: Progress, warn: Warn, *, step: int | None = None, best: bool = False
 ) -> Path:
     """Return an intact checkpoint, with every byte verified; warn of damaged ones passed over.
 
@@ -49,9 +45,9 @@ def choose_checkpoint(
         if not problems:
             return path
         if step is not None:
-            raise TrainctlError(problems[0], exit_code=ExitCode.run_state)
+            raise RunStateError(problems[0])
         warn(f"checkpoint passed over: {problems[0]}")
-    raise TrainctlError(f"{run.root} has no intact checkpoint", exit_code=ExitCode.run_state)
+    raise RunStateError(f"{run.root} has no intact checkpoint")
 
 
 def candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
@@ -68,10 +64,9 @@ def candidates(run: RunPaths, *, step: int | None, best: bool) -> list[Path]:
     found = [info for alone in (False, True) for info in list_checkpoints(run, weights_only=alone)]
     scored = [info for info in found if metric in info.metrics]
     if not scored:
-        raise TrainctlError(
+        raise RunStateError(
             f"no checkpoint of {run.root} was saved at an evaluation: none is the best by {metric}",
             hint="name one with --step; checkpoint.best_of keeps the best of a run",
-            exit_code=ExitCode.run_state,
         )
     return [info.path for info in sorted(scored, key=lambda info: info.metrics[metric])]
 
@@ -88,14 +83,13 @@ def select_checkpoints(run: RunPaths, steps: Sequence[int] | None = None) -> lis
     alone = checkpoint_folders(run, weights_only=True)
     folders = sorted([*alone, *checkpoint_folders(run)], key=lambda item: item[0])
     if not folders:
-        raise TrainctlError(f"{run.root} has no checkpoint", exit_code=ExitCode.run_state)
+        raise RunStateError(f"{run.root} has no checkpoint")
     here = list(dict.fromkeys(step for step, _ in folders))
     for step in steps or ():
         if step not in here:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{run.root} has no checkpoint of step {step}",
                 hint=f"steps with a checkpoint: {', '.join(map(str, here))}",
-                exit_code=ExitCode.run_state,
             )
     return [item for item in folders if steps is None or item[0] in steps]
 
@@ -131,10 +125,9 @@ def require_another(run: RunPaths, doomed: Sequence[Path], progress: Progress) -
         None,
     )
     if last is not None:
-        raise TrainctlError(
+        raise RunStateError(
             f"{last.name} is the last intact checkpoint of {run.root}",
             hint="--force removes it all the same",
-            exit_code=ExitCode.run_state,
         )
 
 
@@ -146,10 +139,9 @@ def require_no_checkpoint(run: RunPaths) -> None:
     """
     checkpoint, _ = newest_checkpoint(run)
     if checkpoint is not None:
-        raise TrainctlError(
+        raise RunStateError(
             f"{run.root} has a checkpoint of step {checkpoint.step:,}",
             hint="--force removes it all the same",
-            exit_code=ExitCode.run_state,
         )
 
 
@@ -158,8 +150,7 @@ def describe_checkpoints(run: RunPaths) -> list[dict[str, Any]]:
     full = examine_checkpoints(run)
     infos = [look.info for look in full if look.info is not None]
     metric = config_of(run).checkpoint.best_of or "loss"
-    scored = [info for info in infos if metric in info.metrics]
-    best = min(scored, key=lambda info: info.metrics[metric]) if scored else None
+    best = best_checkpoint(infos, metric)
     newest = infos[-1] if infos else None
     rows = []
     for look in sorted(

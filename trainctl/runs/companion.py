@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trainctl.config.secrets import redact_text
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.runs.directory import open_run
 from trainctl.runs.files import ensure_folder, open_lock, remove_stale_temporary
 from trainctl.runs.layout import CompanionPaths, RunPaths
@@ -154,8 +154,7 @@ def run_companion(run: RunPaths, name: str, argv: Sequence[str]) -> int:
         with paths.log.open("ab") as log:
             return subprocess.run(argv, stdout=log, stderr=log).returncode
     except OSError as error:
-        raise TrainctlError(
+        raise MachineError(
             f"{run.root} cannot be written: {error.strerror}",
             hint="what was sent is noted there; copy the run to send it from elsewhere",
-            exit_code=ExitCode.environment,
         ) from None

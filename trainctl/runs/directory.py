@@ -17,7 +17,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_json
 from trainctl.config.schema import RunConfig
 from trainctl.config.store import dump_config
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.plans.types import RunPlan
 from trainctl.runs import provenance
 from trainctl.runs.files import (
@@ -66,9 +66,7 @@ def create_run(
     try:
         run = RunPaths(_new_directory(config, root) if run_dir is None else _claim(run_dir))
     except OSError as error:
-        raise TrainctlError(
-            f"cannot make the run directory: {error}", exit_code=ExitCode.run_state
-        ) from None
+        raise RunStateError(f"cannot make the run directory: {error}") from None
     folder = Path.cwd() if folder is None else folder
     git, patch = provenance.git_state(folder)
     write_text(run.config, dump_config(config))
@@ -117,11 +115,9 @@ def open_run(path: Path) -> RunPaths:
         detail = f" (no {' and no '.join(missing)} in it)" if path.is_dir() else ""
         nearby = [run.root.name for run in runs_in(path if path.is_dir() else path.parent)]
     except OSError as error:
-        raise TrainctlError(
-            f"{path} cannot be read: {error.strerror}", exit_code=ExitCode.run_state
-        ) from None
+        raise RunStateError(f"{path} cannot be read: {error.strerror}") from None
     hint = f"runs there: {', '.join(nearby[-5:])}" if nearby else "`trainctl launch` makes one"
-    raise TrainctlError(f"{path} {what}{detail}", hint=hint, exit_code=ExitCode.run_state)
+    raise RunStateError(f"{path} {what}{detail}", hint=hint)
 
 
 def newest_run(root: Path = DEFAULT_ROOT) -> RunPaths:
@@ -132,10 +128,9 @@ def newest_run(root: Path = DEFAULT_ROOT) -> RunPaths:
     """
     runs = runs_in(root)
     if not runs:
-        raise TrainctlError(
+        raise RunStateError(
             f"there is no run in {root}",
             hint="name the run directory, or start one with `trainctl launch`",
-            exit_code=ExitCode.run_state,
         )
     return runs[-1]
 
@@ -241,7 +236,7 @@ def read_plan(path: Path) -> RunPlan:
 
 
 def _damaged(path: Path, why: object) -> TrainctlError:
-    return TrainctlError(f"{path} cannot be read: {why}", exit_code=ExitCode.run_state)
+    return RunStateError(f"{path} cannot be read: {why}")
 
 
 def _new_directory(config: RunConfig, root: Path) -> Path:
@@ -260,10 +255,9 @@ def _new_directory(config: RunConfig, root: Path) -> Path:
 def _claim(path: Path) -> Path:
     """Make a directory, or take one that is empty or left by an interrupted `create_run`."""
     if is_run(path):
-        raise TrainctlError(
+        raise RunStateError(
             f"{path} already holds a run",
             hint=f"continue it with `trainctl resume {path}`, or name another directory",
-            exit_code=ExitCode.run_state,
         )
     mode = folder_mode()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,10 +273,9 @@ def _claim(path: Path) -> Path:
         if item.name not in ours and not item.name.endswith(".tmp")
     )
     if foreign:
-        raise TrainctlError(
+        raise RunStateError(
             f"{path} is not empty and not a run: it holds {', '.join(foreign[:3])}",
             hint="name a new or an empty directory",
-            exit_code=ExitCode.run_state,
         )
     if path.stat().st_uid == os.geteuid():
         path.chmod(mode | (path.stat().st_mode & stat.S_ISGID))

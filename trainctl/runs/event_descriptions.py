@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -91,23 +92,54 @@ def still_diverged(events: Iterable[Event], attempt: int) -> Event | None:
 
 
 def still_slow(events: Iterable[Event], attempt: int) -> list[Event]:
-    """Return the last `straggler` record of each rank of an attempt that is still slow, by rank."""
-    last: dict[int, Event] = {}
+    """Return the last `straggler` record of all that is still slow in an attempt, by rank.
+
+    A rank has records for its steps and for its checkpoints; records of all ranks come last.
+    """
+    last: dict[tuple[float, str], Event] = {}
     for event in events:
         if event["event"] == "straggler" and event["attempt"] == attempt:
-            last[event["rank"]] = event
-    return [event for _, event in sorted(last.items()) if event["slow"]]
+            part = event.get("part")
+            kind = part if part in _ALL_RANKS else "step"
+            last[math.inf if event["rank"] is None else event["rank"], kind] = event
+    return [event for _, event in sorted(last.items(), key=lambda item: item[0]) if event["slow"]]
+
+
+_PARTS = {
+    "data": "data (its loader)",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "the optimizer",
+}
+_ALL_RANKS = {
+    "communication": "the collectives of a step take {now} instead of {usual} {by}, and no rank "
+    "alone is slow: a link or the network is",
+    "checkpoint": "all ranks take {now} for their files of a checkpoint instead of {usual} {by}: "
+    "the storage is slow",
+}
+"""Sentences about all ranks, by the part."""
 
 
 def describe_straggler(event: Mapping[str, Any]) -> str:
     """Describe a `straggler` record in a sentence."""
+    step, part = f"{event['step']:,}", event.get("part")
+    if event["rank"] is None and not event["slow"]:
+        return f"{part} of all ranks is as fast as before by step {step}"
     who = f"rank {event['rank']} (node {event['node']}, {event['host']})"
     if not event["slow"]:
-        return f"{who} has caught up by step {event['step']:,}"
+        return f"{who} has caught up by step {step}"
+    now, usual = f"{event['seconds']:.3g} s", f"{event['usual_seconds']:.3g} s"
+    if event["rank"] is None:
+        return _ALL_RANKS[part or ""].format(now=now, usual=usual, by=f"up to step {step}")
+    slower = f"{who} takes {number(event['factor']):.2f} times as long as its peers"
+    if part == "checkpoint":
+        return (
+            f"{slower} for its files of checkpoints up to step {step}: {now} instead of {usual}; "
+            "its disk, or its way to the storage, is slow"
+        )
     return (
-        f"{who} takes {number(event['factor']):.2f} times as long as its peers up to step "
-        f"{event['step']:,}, and all wait for it; most of it in {event['part']}: "
-        f"{event['seconds']:.3g} s a step instead of {event['usual_seconds']:.3g} s"
+        f"{slower} up to step {step}, and all wait for it; most of it in "
+        f"{_PARTS.get(part or '', part)}: {now} a step instead of {usual}"
     )
 
 

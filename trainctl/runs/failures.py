@@ -155,20 +155,20 @@ def describe_exit(
         "message": how,
         "hint": cause.hint or _SIGNAL_HINTS.get(-return_code, "") or _script_hint(lines),
         "log": str(log),
-        "log_tail": _crash_lines(lines)[-TAIL_LINES:],
+        "log_tail": _before_stack(lines, TAIL_LINES // 2)[-TAIL_LINES:],
     }
 
 
-def _crash_lines(lines: list[str]) -> list[str]:
-    """Return a log without what follows the stack of a crash in native code.
+def _before_stack(lines: Sequence[str], frames: int = 0) -> list[str]:
+    """Return a log without the stack of a crash in native code and what follows, but some frames.
 
     Python's faulthandler writes the stack below what the native code said, and below the stack a
-    list of modules. Few of its frames are left, so that the reason stays within a tail.
+    list of modules. Without these, the reason stays within a tail.
     """
     for place, line in enumerate(lines):
         if line.startswith("Fatal Python error:"):
-            return lines[: place + TAIL_LINES // 2]
-    return lines
+            return [*lines[: place + frames]]
+    return [*lines]
 
 
 def _script_hint(lines: list[str]) -> str:
@@ -208,6 +208,8 @@ class Cause(StrEnum):
     host_memory = "host_memory"
     communication_timeout = "communication_timeout"
     lost_peer = "lost_peer"
+    collective_mismatch = "collective_mismatch"
+    """Ranks called a collective with tensors of different sizes, or different collectives."""
     disk_full = "disk_full"
     data = "data"
     code = "code"
@@ -234,6 +236,11 @@ class Cause(StrEnum):
         return self in (Cause.lost_peer, Cause.communication_timeout)
 
     @property
+    def is_of_collective(self) -> bool:
+        """Whether the ranks' last collectives may explain it."""
+        return self.is_consequence or self is Cause.collective_mismatch
+
+    @property
     def is_transient(self) -> bool:
         """Whether a restart may end better."""
         return self not in (Cause.reported, Cause.disk_full)
@@ -244,6 +251,7 @@ _WORDS = {
     Cause.host_memory: "out of memory on the host",
     Cause.communication_timeout: "communication timed out",
     Cause.lost_peer: "lost the connection to another rank",
+    Cause.collective_mismatch: "ranks called different collectives",
     Cause.disk_full: "disk full",
     Cause.data: "could not read the data",
 }
@@ -254,6 +262,8 @@ _CAUSE_HINTS = {
     Cause.host_memory: "more memory for the job, no offload, or fewer ranks on a host",
     Cause.communication_timeout: "a rank was slow, hung or cut off: the other ranks' logs tell; "
     "launcher.communication_timeout_seconds is the limit",
+    Cause.collective_mismatch: "the ranks' code must call the same collectives with tensors of one "
+    "size: look for branches and shapes that depend on the rank or its data",
     Cause.disk_full: "free space, then `trainctl resume`; checkpoints that were there are intact",
     Cause.data: "the traceback in the log names the file",
     Cause.lost_node: "look at the machine and its network; launcher.max_restarts starts again when "
@@ -271,6 +281,10 @@ _PATTERNS = [
     (
         Cause.disk_full,
         r"No space left on device|Disk quota exceeded|File too large|Errno (28|122|27)\b",
+    ),
+    (
+        Cause.collective_mismatch,
+        r"Received data size doesn't match expected size|mismatch between collectives on ranks",
     ),
     (
         Cause.communication_timeout,
@@ -315,7 +329,7 @@ def cause_of(
     if -return_code == 9:
         return Cause.host_memory if host_oom_kills else Cause.killed
     # Search the rest of the log only if native code died without an error line.
-    text = error or ("\n".join(log[-5:]) if return_code < 0 else "")
+    text = error or ("\n".join(_before_stack(log)[-5:]) if return_code < 0 else "")
     for cause, pattern in _PATTERNS:
         if re.search(pattern, text, re.IGNORECASE):
             return cause

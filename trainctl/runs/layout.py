@@ -20,8 +20,9 @@ RUN/
   NAME/                  files of the logger of that name
   callbacks/             NAME/: files of the callback of that name, if it has any
   requests/              requests to a running launch, for its next step
-  recording/             summaries of tensors, in the replays of `trainctl prove` only
-  proofs/                N.json: results of `trainctl prove`
+  recording/             what the ranks of a replay are asked for, and what they found
+                         (`trainctl prove`, `trial`, `data suspects`)
+  proofs/                N.json: results of `trainctl prove`, `trial` and `data suspects`
   attempts/N/            one launch or resume, N from 1
     plan.json            frozen plan
     ds_config.json       DeepSpeed's configuration
@@ -29,6 +30,7 @@ RUN/
     job.json             the scheduler's job, if there is one
     logs/                rank-0.log ..., agent-0.log
     heartbeats/          rank-0 ...: last phase of each rank, and its time
+    flight_recorder/     rank-0.json ...: last collectives of each rank, after a hang
     profile/             rank-0.trace.json.gz and rank-0.txt, with logging.profile_steps
     memory/              rank-0.pickle ..., with the callback memory_snapshot
 """
@@ -42,6 +44,16 @@ RUN_ID_VARIABLE = "TRAINCTL_RUN_ID"
 """Variable of every process of a run, by which its processes are found."""
 
 
+class _Below:
+    """Descriptor of a path below its owner's `root`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, owner: AttemptPaths | RunPaths, kind: object = None) -> Path:
+        return owner.root / self._path
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptPaths:
     """Files of one attempt."""
@@ -49,30 +61,22 @@ class AttemptPaths:
     root: Path
     number: int
 
-    @property
-    def plan(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def deepspeed(self) -> Path:
-        return self.root / "ds_config.json"
-
-    @property
-    def accelerate(self) -> Path:
-        """DeepSpeed's JSON without optimizer and scheduler, for a script's `Accelerator()`."""
-        return self.root / "accelerate_config.json"
-
-    @property
-    def command(self) -> Path:
-        return self.root / "command.json"
-
-    @property
-    def job(self) -> Path:
-        return self.root / "job.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
+    plan = _Below("plan.json")
+    deepspeed = _Below("ds_config.json")
+    accelerate = _Below("accelerate_config.json")
+    """DeepSpeed's JSON without optimizer and scheduler, for a script's `Accelerator()`."""
+    command = _Below("command.json")
+    job = _Below("job.json")
+    logs = _Below("logs")
+    launcher_log = _Below("logs/launcher.log")
+    """Output of a launcher that has no terminal."""
+    flight_request = _Below("flight_recorder/requested")
+    """File by which the agent of one node asks all others for their ranks' records."""
+    preparation = _Below("heartbeats/preparation")
+    """Heartbeat of the first node's agent while it prepares, before there are ranks."""
+    store = _Below("store")
+    """File store of a single node's ranks; removed when they have ended."""
+    profile = _Below("profile")
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
@@ -80,27 +84,12 @@ class AttemptPaths:
     def agent_log(self, node: int) -> Path:
         return self.logs / f"agent-{node}.log"
 
-    @property
-    def launcher_log(self) -> Path:
-        """Output of a launcher that has no terminal."""
-        return self.logs / "launcher.log"
-
     def heartbeat(self, rank: int) -> Path:
         return self.root / "heartbeats" / f"rank-{rank}"
 
-    @property
-    def preparation(self) -> Path:
-        """Heartbeat of the first node's agent while it prepares, before there are ranks."""
-        return self.root / "heartbeats" / "preparation"
-
-    @property
-    def store(self) -> Path:
-        """File store of a single node's ranks; removed when they have ended."""
-        return self.root / "store"
-
-    @property
-    def profile(self) -> Path:
-        return self.root / "profile"
+    def flight_record(self, rank: int) -> Path:
+        """Last collectives of a rank and its stack, written when ranks hang or fail."""
+        return self.root / "flight_recorder" / f"rank-{rank}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,75 +120,25 @@ class RunPaths:
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def record(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def patch(self) -> Path:
-        return self.root / "source.patch"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "lock"
-
-    @property
-    def status(self) -> Path:
-        return self.root / "status.json"
-
-    @property
-    def events(self) -> Path:
-        return self.root / "events.jsonl"
-
-    @property
-    def corpus(self) -> Path:
-        return self.root / "corpus.json"
-
-    @property
-    def base(self) -> Path:
-        """Facts on the files of its frozen weights (`trainctl.train.models.frozen_base`)."""
-        return self.root / "base.json"
-
-    @property
-    def users_corpus(self) -> Path:
-        return self.root / "corpus"
-
-    @property
-    def reference(self) -> Path:
-        return self.root / "reference.npz"
-
-    @property
-    def teacher(self) -> Path:
-        return self.root / "teacher.json"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.root / "rollouts"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def requests(self) -> Path:
-        return self.root / "requests"
-
-    @property
-    def recording(self) -> Path:
-        """Folder of a replay: `settings.json` makes its ranks record, each in `rank-N.npz`."""
-        return self.root / "recording"
-
-    @property
-    def proofs(self) -> Path:
-        return self.root / "proofs"
-
-    @property
-    def attempts(self) -> Path:
-        return self.root / "attempts"
+    config = _Below("config.yaml")
+    record = _Below("run.json")
+    patch = _Below("source.patch")
+    lock = _Below("lock")
+    status = _Below("status.json")
+    events = _Below("events.jsonl")
+    corpus = _Below("corpus.json")
+    base = _Below("base.json")
+    """Facts on the files of its frozen weights (`trainctl.train.models.frozen_base`)."""
+    users_corpus = _Below("corpus")
+    reference = _Below("reference.npz")
+    teacher = _Below("teacher.json")
+    rollouts = _Below("rollouts")
+    checkpoints = _Below("checkpoints")
+    requests = _Below("requests")
+    recording = _Below("recording")
+    """Folder of a replay: files of `trainctl.runs.replays`, and what the ranks found."""
+    proofs = _Below("proofs")
+    attempts = _Below("attempts")
 
     def companion(self, name: str) -> CompanionPaths:
         return CompanionPaths(self.root / "loggers", name)

@@ -94,25 +94,9 @@ class RunSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON, for `--json`."""
-        return {
-            "path": str(self.path),
-            "state": self.state,
-            "created": self.created,
-            "updated": self.updated,
-            "attempt": self.attempt,
-            "launcher": self.launcher,
-            "nodes": self.nodes,
-            "ranks": self.ranks,
-            "step": self.step,
-            "stop_step": self.stop_step,
-            "total_steps": self.total_steps,
-            "loss": self.loss,
-            "host": self.host,
-            "exit_code": self.exit_code,
-            "message": self.message,
-            "job": self.job.id if self.job else None,
-            "missing_records": self.missing_records,
-        }
+        plain = {each.name: getattr(self, each.name) for each in fields(RunSummary)}
+        del plain["holder"]
+        return plain | {"path": str(self.path), "job": self.job.id if self.job else None}
 
 
 def summarise_run(run: RunPaths) -> RunSummary:
@@ -134,7 +118,8 @@ def summarise_run(run: RunPaths) -> RunSummary:
         # The holder was read first: a launch that ends writes its last state, then unlocks.
         if now_holds is None and status.state in (State.starting, State.running):
             state = LOST
-    axes = [_at(plan, int, "mesh", axis) for axis in ("data", "tensor", "pipeline", "sequence")]
+    names = ("data", "tensor", "pipeline", "sequence", "context")
+    axes = [_at(plan, int, "mesh", name) for name in names]
     return RunSummary(
         path=run.root,
         state=state,

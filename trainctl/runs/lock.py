@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, RunStateError, TrainctlError
 from trainctl.runs.files import is_locked, open_lock
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import is_alive
@@ -64,9 +64,7 @@ def hold_lock(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> I
     try:
         descriptor = open_lock(run.lock)
     except OSError as error:
-        raise TrainctlError(
-            f"{run.root} cannot be written: {error.strerror}", exit_code=ExitCode.environment
-        ) from None
+        raise MachineError(f"{run.root} cannot be written: {error.strerror}") from None
     try:
         _acquire(run, descriptor, patience_seconds)
         with _written_in(path, descriptor):
@@ -144,11 +142,10 @@ def _acquire(run: RunPaths, descriptor: int, patience_seconds: float) -> None:
         except BlockingIOError:
             current = _read(descriptor)
         except OSError as error:
-            raise TrainctlError(
+            raise MachineError(
                 f"{run.lock} cannot be locked: {error.strerror}",
                 hint="runs need a file system with flock: Lustre is to be mounted with -o flock, "
                 "NFS without nolock",
-                exit_code=ExitCode.environment,
             ) from None
         is_here = current.host == socket.gethostname()
         is_dead = is_here and not is_alive(current.pid)
@@ -185,4 +182,4 @@ def _in_use_error(run: RunPaths, current: Holder, is_dead: bool) -> TrainctlErro
     else:
         message = f"{run.root} is in use by another launch: process {current.pid} on {current.host}"
         hint = "wait for it to end, stop it, or name another run directory"
-    return TrainctlError(message, hint=hint, exit_code=ExitCode.run_state)
+    return RunStateError(message, hint=hint)

@@ -273,10 +273,6 @@ def _is_text(value: Any) -> bool:
     return type(value) is str and (value == "" or value.isprintable())
 
 
-def _is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
 def _list_of(check: Check) -> Check:
     return lambda value: type(value) is list and all(map(check, value))
 
@@ -284,6 +280,24 @@ def _list_of(check: Check) -> Check:
 def _mapping_of(check: Check) -> Check:
     return lambda value: (
         type(value) is dict and all(map(_is_text, value)) and all(map(check, value.values()))
+    )
+
+
+def _tuple_of(*checks: Check) -> Check:
+    """Return a check for a list with one value for each check."""
+    return lambda value: (
+        type(value) is list
+        and len(value) == len(checks)
+        and all(check(each) for check, each in zip(checks, value, strict=True))
+    )
+
+
+def _object_with(needed: Mapping[str, Check], **optional: Check) -> Check:
+    """Return a check for a mapping with fields; it may have others, for later versions."""
+    return lambda value: (
+        type(value) is dict
+        and all(check(value.get(name)) for name, check in needed.items())
+        and all(check(value[name]) for name, check in optional.items() if name in value)
     )
 
 
@@ -297,98 +311,55 @@ def _is_list_of_states(value: Any) -> bool:
     return _list_of(_is_text)(value) and "master" in value
 
 
-def _is_file(value: Any) -> bool:
-    return (
-        type(value) is dict
-        and _is_file_name(value.get("name"))
-        and _is_count(value.get("bytes"))
-        and _is_text(value.get("sha256"))
-    )
-
-
 def _is_file_name(value: Any) -> bool:
     """Return True for a plain file name, which cannot lead out of its folder."""
     return _is_text(value) and "/" not in value and value not in ("", ".", "..")
 
 
-def _is_fragment(value: Any) -> bool:
-    return (
-        type(value) is dict
-        and all(_is_text(value.get(name)) for name in ("parameter", "file"))
-        and all(_is_count(value.get(name)) for name in ("start", "numel", "tensor", "offset"))
-        and ("shard" not in value or _is_shard(value["shard"]))
-        and ("sides" not in value or _mapping_of(_is_corpus_side)(value["sides"]))
-    )
-
-
-def _is_buffer(value: Any) -> bool:
-    """Return True for a model's buffer: its name, file, key and length."""
-    return (
-        type(value) is dict
-        and all(_is_text(value.get(name)) for name in ("name", "file", "key"))
-        and _is_count(value.get("numel"))
-    )
-
-
 def _is_shard(value: Any) -> bool:
-    return _list_of(_is_count)(value) and len(value) == 3 and value[1] < value[2] <= value[0]
+    return _tuple_of(*[_is_count] * 3)(value) and value[1] < value[2] <= value[0]
 
 
-def _is_corpus_side(value: Any) -> bool:
-    return (
-        type(value) is list
-        and len(value) == 3
-        and _is_count(value[0])
-        and _is_count(value[1])
-        and _is_text(value[2])
-    )
+_FILE = _object_with({"name": _is_file_name, "bytes": _is_count, "sha256": _is_text})
 
+_FRAGMENT = _object_with(
+    {
+        **dict.fromkeys(("parameter", "file"), _is_text),
+        **dict.fromkeys(("start", "numel", "tensor", "offset"), _is_count),
+    },
+    shard=_is_shard,
+    sides=_mapping_of(_tuple_of(_is_count, _is_count, _is_text)),
+)
 
-def _is_stability(value: Any) -> bool:
-    """Return True for the state of spike detection: running means with counts, and counters."""
-    if type(value) is not dict:
-        return False
-    means = [value[name] for name in ("loss", "norm") if name in value]
-    counters = [value[name] for name in ("in_a_row", "bad_step") if name in value]
-    return all(_list_of(_is_number)(mean) and len(mean) == 2 for mean in means) and all(
-        map(_is_number, counters)
-    )
+_BUFFER = _object_with({"name": _is_text, "file": _is_text, "key": _is_text, "numel": _is_count})
 
+_MEAN = _tuple_of(_is_number, _is_number)
+_STABILITY = _object_with({}, loss=_MEAN, norm=_MEAN, in_a_row=_is_number, bad_step=_is_number)
+"""State of spike detection: running means with counts, and counters."""
 
-def _is_learning_rate(value: Any) -> bool:
-    """Return True for changes that evaluations and rewinds made to the learning-rate schedule."""
-    if type(value) is not dict:
-        return False
-    numbers = [value[name] for name in ("cut", "drops") if name in value]
-    return all(map(_is_number, numbers)) and _PATIENCE(value.get("patience", {}))
+_PATIENCE = _empty_or_has("best", "best_step", "evaluations_since")
 
+_LEARNING_RATE = _object_with({}, cut=_is_number, drops=_is_number, patience=_PATIENCE)
+"""Changes that evaluations and rewinds made to the learning-rate schedule."""
 
-def _is_model(value: Any) -> bool:
-    return (
-        type(value) is dict
-        and type(value.get("configuration")) is dict
-        and _is_text(value.get("sha256"))
-    )
+_MODEL = _object_with({"configuration": lambda value: type(value) is dict, "sha256": _is_text})
+
+_FROZEN_BASES = {
+    "seed": _object_with({"seed": _is_count}, sha256=_is_text),
+    "checkpoint": _object_with({"path": _is_text, "sha256": _is_text}),
+    "directory": _object_with(
+        {"path": _is_text, "files": _mapping_of(_tuple_of(_is_count, _is_text))}
+    ),
+}
+"""Origin of frozen weights, by its `kind`."""
 
 
 def _is_frozen_base(value: Any) -> bool:
-    """Return True for the origin of frozen weights: a seed, a directory, or a checkpoint."""
-    if type(value) is not dict:
-        return False
-    if value.get("kind") == "seed":
-        return _is_count(value.get("seed")) and _is_text(value.get("sha256", ""))
-    if not _is_text(value.get("path")) or value.get("kind") not in ("directory", "checkpoint"):
-        return False
-    if value["kind"] == "checkpoint":
-        return _is_text(value.get("sha256"))
-    return _mapping_of(_is_size_and_digest)(value.get("files"))
+    kinds = _FROZEN_BASES.items()
+    return type(value) is dict and any(
+        value.get("kind") == kind and check(value) for kind, check in kinds
+    )
 
-
-def _is_size_and_digest(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and _is_count(value[0]) and _is_text(value[1])
-
-
-_PATIENCE = _empty_or_has("best", "best_step", "evaluations_since")
 
 _FIELDS: dict[str, Check] = {
     "format": lambda value: _is_count(value) and value > 0,
@@ -400,10 +371,14 @@ _FIELDS: dict[str, Check] = {
     "shapes": _mapping_of(_list_of(_is_count)),
     "states": _is_list_of_states,
     "scalars": _mapping_of(_is_number),
-    "files": _list_of(_is_file),
-    "fragments": _list_of(_is_fragment),
+    "files": _list_of(_FILE),
+    "fragments": _list_of(_FRAGMENT),
 }
-_SINCE_2: dict[str, Check] = {"run": _is_text, "model": _is_model, "weights_only": _is_flag}
+_SINCE_2: dict[str, Check] = {
+    "run": _is_text,
+    "model": _MODEL,
+    "weights_only": lambda value: type(value) is bool,
+}
 _OPTIONAL: dict[str, Check] = {
     "trainctl": _is_text,
     "attempt": _is_count,
@@ -412,12 +387,12 @@ _OPTIONAL: dict[str, Check] = {
     "source_digests": _mapping_of(_is_text),
     "layout": _mapping_of(_is_count),
     "loss_scale": _empty_or_has("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
-    "stability": _is_stability,
+    "stability": _STABILITY,
     "divergence": _empty_or_has("best", "start"),
     "norms": _list_of(_is_number),
     "ema": _empty_or_has("steps"),
-    "learning_rate": _is_learning_rate,
-    "buffers": _list_of(_is_buffer),
+    "learning_rate": _LEARNING_RATE,
+    "buffers": _list_of(_BUFFER),
     "base": _is_frozen_base,
     "adapter": lambda value: type(value) is dict and all(map(_is_text, value)),
     "multipliers": lambda value: bool(value) and _empty_or_has("output", "attention")(value),

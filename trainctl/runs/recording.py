@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.reading import read_json
-from trainctl.runs.files import ensure_folder, write_bytes, write_json
+from trainctl.runs.files import write_bytes
 from trainctl.runs.layout import RunPaths
 
 Numbers = npt.NDArray[np.float64]
@@ -43,14 +42,6 @@ class RecordedKind(StrEnum):
     forward = "forward"
     gradient = "gradient"
     update = "update"
-
-
-@dataclass(frozen=True, slots=True)
-class RecordingSettings:
-    """Content of `recording/settings.json`."""
-
-    reorder: bool = False
-    """Whether matrix products add their terms in another order, to measure what rounding does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +105,6 @@ class Recording:
     def of_kind(self, step: int, kind: RecordedKind) -> dict[str, Summary]:
         """Return the summaries of a kind in a step, by name."""
         return {n: each for (at, of, n), each in self.summaries.items() if (at, of) == (step, kind)}
-
-
-def request_recording(run: RunPaths, settings: RecordingSettings) -> None:
-    """Have the ranks of a run record."""
-    ensure_folder(run.recording)
-    write_json(run.recording / "settings.json", asdict(settings))
-
-
-def requested_recording(run: RunPaths) -> RecordingSettings | None:
-    """Return the settings if the ranks of a run are to record."""
-    file = run.recording / "settings.json"
-    return RecordingSettings(**read_json(file)) if file.is_file() else None
 
 
 def read_recording(run: RunPaths) -> Recording:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from trainctl.config.reading import open_file, parse_json
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError
 from trainctl.runs.files import file_mode, open_lock
 from trainctl.runs.packed_rows import COLUMNS, PackedRows
 from trainctl.runs.step_table import StepFile, StepWriter, step_files
@@ -383,9 +383,7 @@ def readable(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise TrainctlError(
-            f"{path} cannot be read: {error.strerror}", exit_code=ExitCode.run_state
-        ) from None
+        raise RunStateError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def parse_events(lines: Iterable[tuple[int, bytes]], packed: PackedRows) -> Iterator[Placed]:

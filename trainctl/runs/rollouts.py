@@ -28,7 +28,7 @@ from typing import Any
 
 from trainctl.config.reading import read_bytes
 from trainctl.config.secrets import redact_text
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.runs.files import ensure_folder, write_bytes
 from trainctl.runs.layout import RunPaths
 
@@ -77,19 +77,16 @@ def read_rollouts(run: RunPaths, step: int) -> list[Rollout]:
     steps = rollout_steps(run)
     if step not in steps:
         kept = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "none"
-        raise TrainctlError(
+        raise RunStateError(
             f"{run.root} has no answers of step {step:,}: kept are those of {kept}",
             hint="objective.keep_rollouts says how many answers of a step are kept",
-            exit_code=ExitCode.run_state,
         )
     try:
         with gzip.GzipFile(fileobj=BytesIO(read_bytes(path))) as stream:
             return [json.loads(line) for line in stream.read(_MOST_BYTES).splitlines()]
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise TrainctlError(
-            f"{path} cannot be read: {error}",
-            hint="remove it: no later step needs it",
-            exit_code=ExitCode.run_state,
+        raise RunStateError(
+            f"{path} cannot be read: {error}", hint="remove it: no later step needs it"
         ) from None
 
 

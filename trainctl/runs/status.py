@@ -1,9 +1,9 @@
 """State of a run's newest attempt, and requests to it: `status.json`, `job.json`, heartbeats.
 
-The launcher writes `status.json`, and `job.json` once a scheduler has accepted the attempt. Each
-rank writes heartbeats, its phase and the time, which its node's agent reads. Their times are of the
-machine's monotonic clock, which all of its processes share and nobody can set, so a heartbeat is
-read only on the machine of its rank.
+The launcher writes `status.json`, and `job.json` once a scheduler has accepted the attempt, or
+before it is asked if the job's name is known by then. Each rank writes heartbeats, its phase and
+the time, which its node's agent reads. Their times are of the machine's monotonic clock, which all
+of its processes share and nobody can set, so a heartbeat is read only on the machine of its rank.
 
 Requests to the launch are files in the run's `requests/` folder. Anyone who may write there can
 make one. Rank 0 looks once a step and all ranks agree, so a request is never followed by only some
@@ -112,7 +112,7 @@ class SchedulerJob:
     """A scheduler's job that runs an attempt."""
 
     kind: str
-    """The launcher: `slurm` or `kubernetes`."""
+    """The launcher: `slurm`, `kubernetes`, `ray`, `skypilot`."""
     id: str
     """The scheduler's job id, such as `4711` or `4711_3` (an array's task)."""
     submitted: float

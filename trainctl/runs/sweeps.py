@@ -13,7 +13,7 @@ from pathlib import Path
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.overrides import SweepPoint
 from trainctl.config.reading import read_json
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, RunStateError, TrainctlError
 from trainctl.runs.directory import is_run
 from trainctl.runs.failures import Cause
 from trainctl.runs.files import write_json
@@ -109,14 +109,11 @@ def new_sweep(
         folder.mkdir(parents=True, exist_ok=True)
         taken = sorted(path.name for path in folder.iterdir())
     except OSError as error:
-        raise TrainctlError(
-            f"cannot make the sweep's folder: {error}", exit_code=ExitCode.run_state
-        ) from None
+        raise RunStateError(f"cannot make the sweep's folder: {error}") from None
     if taken:
-        raise TrainctlError(
+        raise RunStateError(
             f"{folder} is not empty: it holds {', '.join(taken[:3])}",
             hint="name a new folder; `trainctl sweep FOLDER` shows one that is there",
-            exit_code=ExitCode.run_state,
         )
     sweep = Sweep(
         created=time.time(),
@@ -138,10 +135,8 @@ def read_sweep(folder: Path) -> Sweep:
     try:
         return from_plain(Sweep, read_json(folder / RECORD))
     except (OSError, ValueError, TypeError) as error:
-        raise TrainctlError(
-            f"{folder} is no sweep: {error}",
-            hint="trainctl sweep recipe=NAME KEY=1,2 makes one",
-            exit_code=ExitCode.run_state,
+        raise RunStateError(
+            f"{folder} is no sweep: {error}", hint="trainctl sweep recipe=NAME KEY=1,2 makes one"
         ) from None
 
 
@@ -159,10 +154,9 @@ def existing_runs(folder: Path) -> list[RunPaths]:
     runs = [RunPaths((folder / str(n)).resolve()) for n in range(len(read_sweep(folder).points))]
     made = [run for run in runs if is_run(run.root)]
     if not made:
-        raise TrainctlError(
+        raise RunStateError(
             f"none of the {len(runs)} runs of the sweep {folder} has been made yet",
             hint=f"trainctl sweep {folder} --resume makes them",
-            exit_code=ExitCode.run_state,
         )
     return made
 

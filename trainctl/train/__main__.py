@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import faulthandler
 import json
 import os
-import signal
 import sys
 import time
 import warnings
@@ -20,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainctl.engines.flight_recorder import answer_requests, write_failed_record
 from trainctl.runs.command import FORK_FLAG, begin_rank, ignore_scheduler_sigterm
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import die_with_parent, gc_disabled
@@ -45,13 +44,13 @@ def main() -> int:
     if arguments.is_forked:
         ignore_scheduler_sigterm()
         become_ranks(_read_plan(run, arguments.attempt))
+    attempt, rank = run.attempt(arguments.attempt), int(os.environ["RANK"])
     # Before the first beat: the agent sends SIGUSR1 to a silent rank to get its stacks.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    heartbeat = Heartbeat(run.attempt(arguments.attempt).heartbeat(int(os.environ["RANK"])))
+    answer_requests(attempt.flight_record(rank), attempt.flight_request)
+    heartbeat = Heartbeat(attempt.heartbeat(rank))
     # Slow imports start here: a rank whose agent is gone has exited before them.
     from trainctl.errors import TrainctlError
 
-    attempt = run.attempt(arguments.attempt)
     plan = _read_plan(run, arguments.attempt)
     try:
         if plan.config.trainer is not None:
@@ -72,6 +71,9 @@ def main() -> int:
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         return int(error.exit_code)
+    except Exception as error:
+        write_failed_record(attempt.flight_record(rank), error)
+        raise
     return 0
 
 

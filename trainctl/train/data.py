@@ -104,7 +104,11 @@ def _micro_batch(
     counts_records: bool,
     hides_tokens: bool,
 ) -> MicroBatch:
-    """Build a micro-batch from the tokens of its samples."""
+    """Build a micro-batch from the tokens of its samples.
+
+    In records whose tokens are not predicted, a label is the token itself, so that a position with
+    a label is one that the objective may read.
+    """
     inputs, labels = rows.tokens[:, :-1], rows.tokens[:, 1:].copy()
     ends = rows.ends | _ends_within_records(rows.ignored, kind)
     labels[rows.ignored] = IGNORED_LABEL
@@ -116,8 +120,12 @@ def _micro_batch(
         labels[ends] = IGNORED_LABEL
         first = np.where(np.pad(ends[:, :-1], ((0, 0), (1, 0))), positions, 0)
         positions = positions - np.maximum.accumulate(first, axis=1)
-    if kind in _LABELLED_AT:
-        labels = np.where(_LABELLED_AT[kind](rows, indices), inputs, IGNORED_LABEL)
+    if kind in (SampleKind.labelled, SampleKind.similar, SampleKind.prompts):  # all but padding
+        behind = np.maximum.accumulate(rows.ends[:, ::-1], axis=1)[:, ::-1]
+        labels = np.where(behind & (indices >= 0)[:, None], inputs, IGNORED_LABEL)
+    elif kind is SampleKind.steps:  # the marked tokens
+        is_marked = np.pad(~rows.ignored[:, :-1], ((0, 0), (1, 0)))
+        labels = np.where(is_marked, inputs, IGNORED_LABEL)
     if hides_tokens:
         labels = np.where(rows.hidden < 0, IGNORED_LABEL, rows.hidden)
     return MicroBatch(
@@ -145,28 +153,6 @@ def _ends_within_records(ignored: npt.NDArray[np.bool_], kind: SampleKind) -> np
     elif kind is SampleKind.pairs:
         ends[:, 1:] = ignored[:, 1:] & ~ignored[:, :-1]
     return ends
-
-
-def _own_tokens(rows: SampleBatch, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the tokens of records, (samples, length): all that are no padding."""
-    behind = np.maximum.accumulate(rows.ends[:, ::-1], axis=1)[:, ::-1]
-    return behind & (indices >= 0)[:, None]
-
-
-def _marked_tokens(rows: SampleBatch, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the marked tokens themselves, (samples, length)."""
-    return np.pad(~rows.ignored[:, :-1], ((0, 0), (1, 0)))
-
-
-_LABELLED_AT = {
-    SampleKind.labelled: _own_tokens,
-    SampleKind.similar: _own_tokens,
-    SampleKind.prompts: _own_tokens,
-    SampleKind.steps: _marked_tokens,
-}
-"""Positions with a label in records whose tokens are not predicted. The label is then the token
-itself, so that a position with a label is one that the objective may read.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +215,10 @@ class TrainingData:
             self._micro_batch(*of_pass, batch.sequence_length)
             for of_pass in zip(samples.source, samples.index, samples.epoch, strict=True)
         ]
+
+    def of_rank(self, data_rank: int) -> TrainingData:
+        """Return the training data of another data-parallel rank."""
+        return replace(self, data_rank=data_rank)
 
     def prompt(self, number: int) -> Prompt:
         """Return the prompt at a place of the run's order, counted from 0."""

@@ -26,7 +26,7 @@ from trainctl.options.data._records import TemplateConfig
 from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.prompts import PromptsConfig
 from trainctl.options.objective import objective_of
-from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
+from trainctl.plans.mixture import sources_of
 from trainctl.plans.types import RunPlan
 from trainctl.train.data import PackedDataset
 
@@ -37,15 +37,6 @@ is summed over, and the sums of the objective's measures.
 
 NextScores = Callable[[list[int]], torch.Tensor]
 """Function from token ids to the logits of the next token, (vocabulary,) in fp32 on the CPU."""
-
-
-def _ignore_progress(done: int, total: int) -> None:
-    """Ignore the progress."""
-
-
-def _single_process_sums(*values: float) -> list[float]:
-    """Return the values: with one process they are the sums."""
-    return list(values)
 
 
 @contextmanager
@@ -79,23 +70,30 @@ def evaluate_sources(
     *,
     num_samples: int,
     record: Callable[[Sequence[float], float], dict[str, float]] = lambda sums, number: {},
-    sum_over_ranks: Callable[..., list[float]] = _single_process_sums,
-    progress: Callable[[int, int], None] = _ignore_progress,
+    sum_over_ranks: Callable[..., list[float]] = lambda *values: list(values),
+    progress: Callable[[int, int], None] = lambda done, total: None,
     **how: int,
 ) -> HeldOutLoss | None:
     """Return the mean loss over the first held-out samples of each source; None without samples.
 
     Args:
-        num_samples: Most samples of a source.
+        num_samples: Most samples of a source. Every rank runs the same number of forward passes
+            (ZeRO-3 gathers parameters in each); without samples left it runs padding.
         record: Function from the sums of the objective's measures and the number of labels (or
             records) to what is recorded.
+        sum_over_ranks: Returns each of its arguments summed over the processes that share the
+            samples.
         progress: Called with the samples done and their total over all sources.
-        how: Further arguments of `evaluate`, and `micro_batches` of a rank that are scored
-            together.
+        how: `micro_batch_size`, and `micro_batches` of a rank that are scored together; index
+            `data_rank` of this process among the `data_size` ones that share the samples.
     """
     counts = {name: min(num_samples, data.num_samples) for name, data in datasets.items()}
     whole, before = sum(counts.values()), 0
     sums: dict[str, list[float]] = {}
+
+    def report(start: int, done: int) -> None:
+        progress(start + done, whole)
+
     for name, count in counts.items():
         if count:
             sums[name] = _sum_over_samples(
@@ -103,7 +101,7 @@ def evaluate_sources(
                 datasets[name],
                 count,
                 sum_over_ranks=sum_over_ranks,
-                progress=partial(_report_over_sources, progress, before, whole),
+                progress=partial(report, before),
                 **how,
             )
             before += count
@@ -128,50 +126,6 @@ def scored_together(plan: RunPlan, data_size: int) -> int:
     return plan.batch.global_batch_size // (plan.batch.micro_batch_size * data_size)
 
 
-def evaluate(
-    score: Score,
-    dataset: PackedDataset,
-    *,
-    num_samples: int,
-    micro_batch_size: int,
-    data_rank: int = 0,
-    data_size: int = 1,
-    sum_over_ranks: Callable[..., list[float]] = _single_process_sums,
-    progress: Callable[[int, int], None] = _ignore_progress,
-) -> float | None:
-    """Return the mean loss in nats per token over the first held-out samples; None without samples.
-
-    Every rank runs the same number of forward passes (ZeRO-3 gathers parameters in each). A rank
-    that has run out of samples runs padding without labels.
-
-    Args:
-        num_samples: Most samples to evaluate.
-        micro_batch_size: Samples in a forward pass.
-        data_rank: Index of this process among those that share the samples.
-        data_size: Number of processes that share the samples.
-        sum_over_ranks: Returns each of its arguments summed over these processes.
-        progress: Called with the samples done and their total.
-    """
-    found = evaluate_sources(
-        score,
-        {SINGLE_SOURCE: dataset},
-        num_samples=num_samples,
-        micro_batch_size=micro_batch_size,
-        data_rank=data_rank,
-        data_size=data_size,
-        sum_over_ranks=sum_over_ranks,
-        progress=progress,
-    )
-    return None if found is None else found.loss
-
-
-def _report_over_sources(
-    progress: Callable[[int, int], None], before: int, whole: int, done: int, total: int
-) -> None:
-    """Report the progress of one source as progress over all sources."""
-    progress(before + done, whole)
-
-
 def _sum_over_samples(
     score: Score,
     dataset: PackedDataset,
@@ -182,18 +136,18 @@ def _sum_over_samples(
     data_rank: int = 0,
     data_size: int = 1,
     sum_over_ranks: Callable[..., list[float]],
-    progress: Callable[[int, int], None],
+    progress: Callable[[int], None],
 ) -> list[float]:
     """Return sums over the first `count` samples and all ranks: loss, labels, measures."""
     found = []
     shape = micro_batches, data_size, micro_batch_size
     for start in range(0, count, math.prod(shape)):
-        progress(start, count)
+        progress(start)
         indices = start + np.arange(math.prod(shape)).reshape(shape)
         indices = indices[indices[:, 0, 0] < count]  # the same number of passes on every rank
         own = np.where(indices < count, indices, -1)[:, data_rank]
         found.append(score([dataset.micro_batch(each) for each in own]))
-    progress(count, count)
+    progress(count)
     return sum_over_ranks(*(sum(column) for column in zip(*found, strict=True)))
 
 
@@ -207,7 +161,7 @@ def sampled_ids(
     vocab_size: int,
     ends: Collection[int] = (),
     temperature: float = 0.8,
-    progress: Callable[[int, int], None] = _ignore_progress,
+    progress: Callable[[int, int], None] = lambda drawn, total: None,
 ) -> list[int]:
     """Return the ids of a sampled continuation of `prompt`, without the prompt.
 
@@ -267,8 +221,7 @@ class Prompts:
         messages = [{"role": "user", "content": text}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
-        ids: list[int] = self.template.prompt(messages).tolist()
-        return ids
+        return self.template.prompt(messages).tolist()
 
 
 def prompts_of(data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = None) -> Prompts:
@@ -282,40 +235,24 @@ def prompts_of(data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = No
     Raises:
         TrainctlError: A chat template is needed, and there is none.
     """
-    end = tokenizer.end_of_document
+    end, section, template = tokenizer.end_of_document, first_source(data), None
     ends = frozenset(() if end is None else (end,))
-    template = chat_template_of(data, tokenizer, chat=chat)
+    are_messages = isinstance(section, PromptsConfig) and section.as_message
+    is_chat = isinstance(section, ChatConfig) or are_messages
+    needs_template = is_chat and stores_loss_mask(section) if chat is None else chat
+    if needs_template and isinstance(section, TemplateConfig):
+        named, arguments = section.chat_template, section.template_arguments
+        template = ChatTemplate.of(tokenizer.file, named, arguments)
+    elif needs_template:
+        template = ChatTemplate.of(tokenizer.file)
     if template is not None:
         assert tokenizer.file is not None
         ends |= {*template.turn_ends, *end_ids(tokenizer.file)}
-    elif chat is None and isinstance(first_source(data), PromptsConfig) and tokenizer.file:
+    elif chat is None and isinstance(section, PromptsConfig) and tokenizer.file:
         ends |= {*end_ids(tokenizer.file)}
         with suppress(TrainctlError):  # without a template no record has messages
             ends |= prompts_of(data, tokenizer, chat=True).ends
     return Prompts(tokenizer, template, ends)
-
-
-def chat_template_of(
-    data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = None
-) -> ChatTemplate | None:
-    """Return the chat template of a run's conversations; None if it needs none.
-
-    Args:
-        chat: Whether a template is needed; None means True if the first source has conversations.
-
-    Raises:
-        TrainctlError: A template is needed, and there is none.
-    """
-    section = first_source(data)
-    are_messages = isinstance(section, PromptsConfig) and section.as_message
-    is_chat = isinstance(section, ChatConfig) or are_messages
-    has_conversations = is_chat and stores_loss_mask(section)
-    if not (has_conversations if chat is None else chat):
-        return None
-    if isinstance(section, TemplateConfig):
-        named, arguments = section.chat_template, section.template_arguments
-        return ChatTemplate.of(tokenizer.file, named, arguments)
-    return ChatTemplate.of(tokenizer.file)
 
 
 def first_source(data: DataConfig) -> DataConfig:

@@ -29,6 +29,7 @@ from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.callbacks.order import callbacks_of_run
 from trainctl.train.data import BatchPrefetcher
 from trainctl.train.objectives.preferences import attach_reference
+from trainctl.train.parallel.experts import product_in_force
 from trainctl.train.session import Session, assemble
 from trainctl.train.step import Stepper
 
@@ -109,7 +110,8 @@ class Trainer:
         """Make the next step, and measure it."""
         started = time.monotonic()
         try:
-            step = self._stepper.make()
+            with self._times.step():
+                step = self._stepper.make()
         except TrainctlError:
             # All ranks stop here together, so the checkpoint being written can be completed.
             self._checkpoints.finish()
@@ -193,6 +195,7 @@ class Trainer:
             num_parameters=session.num_parameters,
             num_trained=session.num_trained,
             wrapped_blocks=session.wrapped_blocks,
+            expert_products=product_in_force(session.engine.module),
             **self._text(),
             resumed_from=resumed_from.name if resumed_from else None,
             ema_begins=session.average_begins,

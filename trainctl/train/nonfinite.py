@@ -104,10 +104,10 @@ def _find_bad_module(session: Session, batches: Sequence[MicroBatch]) -> NotFini
     engine = session.engine
     calls = 0
     found: list[tuple[int, int, str, str]] = []
-    paths = _module_paths(session)
+    paths = module_paths(session)
 
     def note(kind: str, name: str) -> None:
-        found.append((session.mesh.pipeline.index, calls, kind, name))
+        found.append((engine.stage, calls, kind, name))
 
     def before(module: nn.Module, given: Any) -> None:
         # An engine that partitions parameters has gathered them by now.
@@ -140,7 +140,7 @@ def _find_bad_module(session: Session, batches: Sequence[MicroBatch]) -> NotFini
     return NotFinite(kind, (name,), ranks)
 
 
-def _module_paths(session: Session) -> dict[nn.Module, str]:
+def module_paths(session: Session) -> dict[nn.Module, str]:
     """Return the canonical name of each module: the common prefix of its parameters' names."""
     pieces, root = session.engine.pieces, session.engine.module
     known = {piece.name for piece in pieces.values()}

@@ -22,11 +22,13 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.hf_weights import Buffer, persistent_buffers, remaining_buffers
 from trainctl.options.adapter import low_rank
 from trainctl.options.precision import precision_of
-from trainctl.plans.identity import check_trainable
+from trainctl.plans.identity import check_trainable, model_description
 from trainctl.plans.mixture import SINGLE_SOURCE
+from trainctl.plans.mup import multipliers
 from trainctl.plans.settings import number_formats
 from trainctl.plans.trainable import is_partial
 from trainctl.plans.types import RunPlan
+from trainctl.runs.checkpoints import manifest_run_id
 from trainctl.runs.layout import RunPaths
 from trainctl.train.adapters.layers import apply_adapter, initial_adapter
 from trainctl.train.adapters.quantized import dequantized_source, quantize, quantized_source
@@ -59,7 +61,7 @@ from trainctl.train.objectives.distillation import attach_teacher, sides_of
 from trainctl.train.objectives.loss import LanguageModel
 from trainctl.train.optimizers import own_optimizer, parameter_groups
 from trainctl.train.parallel.experts import keep_local_experts
-from trainctl.train.parallel.pipeline import PipelineStage, cut_to_stage, tied_weight
+from trainctl.train.parallel.pipeline import cut_to_stage, stages_of_rank, tied_weight
 from trainctl.train.parallel.routers import Routers
 from trainctl.train.parallel.tensor import shard_model, sum_partial_gradients, vocabulary_of
 from trainctl.train.stability import Replay, StepGuard
@@ -115,6 +117,8 @@ class Session:
     """Manifest of that checkpoint, without its fragments; empty at a first start."""
     skipped_checkpoints: tuple[str, ...]
     """Problems of the newer checkpoints that were skipped."""
+    checkpoint_read: tuple[float, int]
+    """Seconds and bytes of the checkpoint's files that this rank has verified; else zeros."""
     rollouts: RolloutData | None = None
     """Source of the steps' data, if the model samples them."""
 
@@ -140,6 +144,17 @@ class Session:
         if self.average is None or self.resumed_from is None:
             return False
         return self.average.steps == 0 and self.progress.step > 0
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Manifest entries that tell where weights come from, the same at every step."""
+        model = self.plan.config.model
+        return {
+            "run": manifest_run_id(self.run) or "",
+            "model": model_description(model, self.shapes),
+            "multipliers": multipliers(model),
+            **self.manifest_entries,
+        }
 
     def restore(self, manifest: Mapping[str, Any], *, rewound: bool = False) -> None:
         """Restore what a manifest holds besides weights, optimizer states, position and callbacks.
@@ -169,7 +184,7 @@ def assemble(
     corpora = load_corpora(run.corpus, config.data)
     checkpoint = _newest_checkpoint(run, process, corpora)
     progress = checkpoint.progress if checkpoint else RunProgress()
-    mesh = join_mesh(plan.mesh, process.rank, process.timeout)
+    mesh = _join_mesh(plan, process)
     training = TrainingData.of(plan, corpora, data_rank=mesh.data.index, data_size=mesh.data.size)
     held_out = held_out_data(plan, corpora)
     attach_teacher(plan, run, process, sides_of(corpora, held_out, training), tell)
@@ -212,6 +227,7 @@ def assemble(
         resumed_from=checkpoint.path if checkpoint else None,
         manifest=manifest,
         skipped_checkpoints=checkpoint.passed_over if checkpoint else (),
+        checkpoint_read=checkpoint.verified if checkpoint else (0.0, 0),
     )
     if checkpoint is not None:
         session.restore(checkpoint.manifest)
@@ -263,9 +279,11 @@ def shard_skeleton(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> 
     """Cut a whole skeleton to this rank's part; return the pieces of the remaining parameters."""
     pieces = whole_pieces(model)
     if mesh.expert.size > 1:  # before the stages, some of which may have no experts
-        pieces = keep_local_experts(model, pieces, mesh.expert)
+        pieces = keep_local_experts(model, pieces, mesh)
     if mesh.pipeline.size > 1:
-        cut_to_stage(model, plan.stages[mesh.pipeline.index], mesh.pipeline)
+        own = plan.stages_of(mesh.pipeline.index)
+        held = [block for stage in own for block in plan.stages[stage]]
+        cut_to_stage(model, held, mesh.pipeline)
         here = set(model.parameters())
         first = mesh.pipeline.is_first  # the first of the two stages with a tied weight saves it
         end = None if first else tied_weight(model, mesh.pipeline)
@@ -284,15 +302,15 @@ def _make_job(plan: RunPlan, process: Process, mesh: ProcessMesh, part: _ModelPa
     """Return the engine's job: the model with its loss, parameter groups and optimizer."""
     config, z_loss = plan.config, plan.config.stability.z_loss
     model, pieces = part.model, part.pieces
-    sum_partial_gradients(pieces, mesh.tensor)
+    sum_partial_gradients(pieces, mesh.tensor, mesh.timeout)
     if config.gradients.centralize:
         centralize(model, pieces, mesh.tensor if mesh.tensor.size > 1 else None)
     groups = parameter_groups(pieces, config, lr_scale=plan.lr_scale)
     module: nn.Module
     tied = None
     if mesh.pipeline.size > 1:
-        module = PipelineStage(model, mesh, z_loss)
-        if config.model.tie_word_embeddings:
+        module = stages_of_rank(model, plan, mesh)
+        if config.model.tie_word_embeddings and not mesh.pipeline.is_folded:
             tied = tied_weight(model, mesh.pipeline)
     else:
         vocabulary = vocabulary_of(model, mesh.tensor)
@@ -315,12 +333,15 @@ def _make_job(plan: RunPlan, process: Process, mesh: ProcessMesh, part: _ModelPa
     )
 
 
+def _join_mesh(plan: RunPlan, process: Process) -> ProcessMesh:
+    is_folded, shard_ranks = plan.config.parallelism.is_folded, plan.shard_ranks
+    rank, timeout = process.rank, process.timeout
+    return join_mesh(plan.mesh, rank, timeout, shard_ranks=shard_ranks, is_folded=is_folded)
+
+
 def _make_average(plan: RunPlan, state: OptimizerState) -> WeightAverage | None:
-    training = plan.config.training
-    if training.ema_decay is None:
-        return None
-    every = training.ema_every_steps
-    return WeightAverage(state, decay=training.ema_decay, every_steps=every)
+    decay, every = plan.config.training.ema_decay, plan.config.training.ema_every_steps
+    return None if decay is None else WeightAverage(state, decay=decay, every_steps=every)
 
 
 def _newest_checkpoint(

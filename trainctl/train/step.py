@@ -333,8 +333,7 @@ class Stepper:
             # A failing search must not hide the error itself.
             with suppress(OSError, ValueError, TrainctlError):
                 found = self._look_for_document(batches)
-        shared: dict[str, Any] | None = session.process.broadcast_from_first(found)
-        return shared
+        return session.process.broadcast_from_first(found)
 
     def _look_for_document(self, batches: Sequence[list[int]]) -> dict[str, Any] | None:
         session = self._session
@@ -365,7 +364,7 @@ class Stepper:
         """Find the ranks whose own loss is bad, and their sample counters. Both are often empty."""
         session = self._session
         engine, mesh = session.engine, session.mesh
-        labels = sum(each.num_counted for each in batches) / mesh.sequence.size
+        labels = sum(each.num_counted for each in batches) / session.plan.mesh.sequence_parts
         mean = engine.summed_loss / max(1.0, labels)
         limit = math.inf if trouble.limit is None else trouble.limit
         is_bad = mesh.pipeline.is_last and (
@@ -392,9 +391,11 @@ class Stepper:
         after = f", after {count} interventions in a row" if count else ""
         kept = "" if self._session.engine.updates_in_backward else "the weights were not updated; "
         found = "" if where is None else f"; {describe_not_finite(where.record())}"
+        run = self._session.run.root
         data = (
-            f"trainctl data show {self._session.run.root.name} --samples {first}-{end - 1} tells "
-            "what was in them, stability.on_bad_loss what else can be done"
+            f"trainctl data show {run} --samples {first}-{end - 1} tells what was in them, "
+            f"trainctl data suspects {run} --step {number} which document it is, "
+            "stability.on_bad_loss what else can be done"
         )
         if document is not None:
             found += f"; {describe_document(document)}"

@@ -265,7 +265,7 @@ def _layers_in_tiles(config: RunConfig, batch: Batch) -> list[KeyChange]:
     """Return the change to tiled feed-forward layers for long sequences, where a single sequence
     may be too large a micro-batch. For shorter sequences, smaller micro-batches do the same.
     """
-    tokens = batch.sequence_length // max(config.parallelism.sequence, 1)
+    tokens = batch.sequence_length // config.parallelism.sequence_parts
     if config.kernels.mlp_tiles > 1 or tokens < LONG_SEQUENCE or not config.trains_itself:
         return []
     return [_single_change("tiles", 1, {"kernels.mlp_tiles": TILES})]

@@ -1,11 +1,4 @@
-"""Compute time of a micro-batch: matrix products, attention, other operations, loss.
-
-The constants are every number of the step-time model that is neither a fact of the hardware nor
-derived. Facts of a device are keys of `hardware` (`conf/hardware/`). Fractions of peak rates, and
-the host's memory bandwidth, are fitted to the 43 published measurements of
-`tests/data/throughput.csv` marked `fit`; `tests/tuning/test_speed.py` tests against the others.
-`docs/planning.md` states the accuracy.
-"""
+"""Compute time of a micro-batch: matrix products, attention, other operations, loss."""
 
 from __future__ import annotations
 
@@ -17,62 +10,37 @@ from trainctl.config.schema import (
     CompileKind,
     CrossEntropyKind,
     ModelConfig,
-    PrecisionConfig,
     RunConfig,
 )
-from trainctl.hardware import Hardware
 from trainctl.memory.constants import BYTES
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.stages import pipeline_stages
-from trainctl.models.anatomy import Anatomy, Parameter, Role
+from trainctl.models.anatomy import Anatomy, Role
 from trainctl.options.activation_checkpointing import checkpointing_of
+from trainctl.options.engine import engine_of
 from trainctl.options.model import spec_of
 from trainctl.options.objective import HIDDEN_STATES, objective_of
-from trainctl.options.precision import is_emulated, precision_of
+from trainctl.options.precision import precision_of
 from trainctl.plans import shapes
 from trainctl.plans.flops import attention_products
 from trainctl.plans.trainable import is_partial
-
-TERA = 1e12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Achievable rates of a device, per second."""
-
-    products: float
-    """FLOP/s of the matrix products in blocks."""
-    wide_products: float
-    """FLOP/s of products outside blocks and of eager attention, which fp8 leaves in 16 bits."""
-    attention: float
-    """FLOP/s of fused attention."""
-    memory: float
-    """Bytes/s of the operations between matrix products."""
-    is_known: bool
-    """Whether the hardware states its peak and its memory bandwidth."""
-
-
-def device_rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
-    """Return the achievable rates of a device in a number format; an A100's where unknown."""
-    compute = precision_of(precision)
-    peak = hardware.peak_tflops(compute.format)
-    is_known = peak is not None and hardware.memory_bandwidth_gb_per_second is not None
-    flops = (peak or ASSUMED_PEAK_TFLOPS) * TERA
-    bandwidth = hardware.memory_bandwidth_gb_per_second or ASSUMED_MEMORY_GB_PER_SECOND
-    share = hardware.matrix_efficiency or ASSUMED_MATRIX_EFFICIENCY
-    attention = hardware.attention_efficiency or ASSUMED_ATTENTION_EFFICIENCY
-    reached = share * MATRIX_SHARE
-    products = flops * reached
-    if compute.product_bytes is not None and not is_emulated(precision):
-        narrow = hardware.peak_tflops(compute.name)
-        products = (narrow * TERA if narrow else flops) * reached * FP8_SHARE
-    return Rates(
-        products=products,
-        wide_products=flops * reached,
-        attention=flops * attention,
-        memory=bandwidth * GIGA * MEMORY_SHARE,
-        is_known=is_known,
-    )
+from trainctl.tuning.experts import expert_time, expert_weights, sparse_share
+from trainctl.tuning.rates import (
+    ATTENTION_BACKWARD,
+    BACKWARD_HOOK,
+    BACKWARD_TO_FORWARD,
+    BACKWARD_TRAFFIC,
+    DISPATCH,
+    FORWARD_HOOK,
+    FUSED_LOGIT_BYTES,
+    KERNEL_START,
+    KERNELS_OF_A_BLOCK,
+    KERNELS_OF_A_FUSED_BLOCK,
+    KERNELS_OF_EXPERTS,
+    LOGIT_BYTES,
+    ORTHOGONALIZATION_STEPS,
+    Rates,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +80,13 @@ class BlockTime:
 
 
 def block_time(
-    config: RunConfig, speed: Rates, tokens: int, sequence_length: int, tensor: int
+    config: RunConfig, speed: Rates, tokens: int, sequence_length: int, tensor: int, expert: int = 1
 ) -> BlockTime:
-    """Return the compute time of one block.
+    """Return the compute time of one block, averaged over dense and sparse blocks.
 
     `tokens` are the tokens of a micro-batch on this rank. `sequence_length` is the number of tokens
-    that attend to each other. `tensor` is the number of ranks that share the block's matrices.
+    that attend to each other. `tensor` is the number of ranks that share the block's matrices, and
+    `expert` the number that share its experts.
     """
     model, element = config.model, BYTES[precision_of(config.precision).format]
     products, moved, weights = _average_products(model)
@@ -125,27 +94,57 @@ def block_time(
     # Each product reads its input and weights and writes its result.
     streams = element * (tokens * moved + weights) / tensor
     product_seconds = 2 * sharded / speed.products + streams / speed.memory
-    attention, attention_backward = _attention_seconds(
+    routed_products, routing = expert_time(config, speed, tokens, tensor, expert)
+    product_seconds += routed_products
+    attention, attention_backward = attention_seconds(
         config, speed, tokens, sequence_length, tensor
     )
-    traffic = tokens * _traffic_bytes(config, tensor) / speed.memory
-    starts = KERNEL_START * (KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else KERNELS_OF_A_BLOCK)
-    forward = max(product_seconds + attention + traffic, starts)
+    traffic = tokens * _traffic_bytes(config, tensor) / speed.memory + routing
     train = trained_share(config)
     # Each product has a gradient of its input, and of its weight if trained.
     back = BACKWARD_TO_FORWARD * (1 + train.weights) / 2
-    backward = max(
+    forward = product_seconds + attention + traffic
+    backward = (
         (back + _share_in_tiles(config)) * product_seconds
         + attention_backward
-        + BACKWARD_TRAFFIC * traffic,
-        2 * starts,
+        + BACKWARD_TRAFFIC * traffic
     )
     keeps = checkpointing_of(config.activation_checkpointing).keeps_products
-    return BlockTime(
-        both=forward + train.blocks * backward,
-        again=train.blocks * (traffic if keeps else forward),
-        forward=forward,
+    again = traffic if keeps else forward
+    starts, hooks = _host_seconds(config)
+    on_host = starts + hooks * FORWARD_HOOK, 2 * starts + hooks * BACKWARD_HOOK
+    alone = max(forward, on_host[0])
+    both = alone + train.blocks * max(backward, on_host[1])
+    # The host runs ahead of the device, so that it is late only if its whole work takes longer.
+    whole = max(
+        forward + train.blocks * (backward + again),
+        on_host[0] + train.blocks * (on_host[1] + on_host[0]),
     )
+    return BlockTime(both=both, again=max(0.0, whole - both), forward=alone)
+
+
+def _host_seconds(config: RunConfig) -> tuple[float, int]:
+    """Return the seconds in which the host starts the kernels of a block's forward pass, and the
+    number of its modules that DeepSpeed's hooks gather and release at stage 3.
+    """
+    model = config.model
+    dense = KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else KERNELS_OF_A_BLOCK
+    kernels = dense + sparse_share(model) * KERNELS_OF_EXPERTS
+    each = KERNEL_START
+    if checkpointing_of(config.activation_checkpointing).keeps_products:
+        each += DISPATCH
+    is_hooked = config.zero_stage.stage == 3 and engine_of(config).takes_json
+    return kernels * each, _modules_of_a_block(model) if is_hooked else 0
+
+
+def _modules_of_a_block(model: ModelConfig) -> int:
+    """Return the number of modules of a block that have parameters of their own."""
+    read = shapes.anatomy(model)
+    if read is None:
+        names = [tensor.name for tensor in shapes.block_tensors(model)]
+        return len({name.rpartition(".")[0] for name in names})
+    names = [p.name for p in read.parameters if p.block is not None]
+    return round(len({name.rpartition(".")[0] for name in names}) / max(len(read.blocks), 1))
 
 
 def _share_in_tiles(config: RunConfig) -> float:
@@ -161,7 +160,7 @@ def _share_in_tiles(config: RunConfig) -> float:
     return inside / max(all_of, 1)
 
 
-def _attention_seconds(
+def attention_seconds(
     config: RunConfig, speed: Rates, tokens: int, sequence_length: int, tensor: int
 ) -> tuple[float, float]:
     """Return the seconds of the scores and their weighted sum, forward and backward.
@@ -193,7 +192,7 @@ def _traffic_bytes(config: RunConfig, tensor: int) -> float:
     hidden, ffn = float(model.hidden_size), _inner_width(model) / tensor
     if config.parallelism.sequence_sharded_norms:
         hidden /= tensor
-    heads = (model.num_attention_heads + shapes.key_value_heads(model)) / tensor
+    heads = model.num_attention_heads / tensor + shapes.own_key_value_heads(model, tensor)
     turned = heads * shapes.head_dim(model)
     fused = _is_fused(config)
     wide = BYTES[precision_of(config.precision).format] / 2
@@ -220,10 +219,11 @@ def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> floa
 def stage_parameters(
     model: ModelConfig, blocks: int, tensor: int, has_embedding: bool, has_head: bool
 ) -> float:
-    """Return the approximate parameters of a rank of a pipeline stage: tensor ranks are assumed to
-    share all of them.
+    """Return the approximate parameters of a rank of a pipeline stage that holds all experts:
+    tensor ranks are assumed to share all of them.
     """
     _, _, weights = _average_products(model)
+    weights += expert_weights(model) / max(model.num_layers, 1)
     vocabulary = model.vocab_size * model.hidden_size
     alone = model.score_outputs is not None or (has_embedding and model.tie_word_embeddings)
     ends = vocabulary * (has_embedding + (has_head and not alone))
@@ -259,9 +259,8 @@ def _is_fused(config: RunConfig) -> bool:
 
 
 def _average_products(model: ModelConfig) -> tuple[float, float, float]:
-    """Return averages over the blocks: the weights multiplied per token, the elements that these
-    products read and write per token, and all weights, including experts that the token is not
-    routed to.
+    """Return averages over the blocks, without routed experts: the weights multiplied per token,
+    the elements that these products read and write per token, and all weights.
     """
     read = shapes.anatomy(model)
     if read is None:
@@ -272,16 +271,14 @@ def _average_products(model: ModelConfig) -> tuple[float, float, float]:
 
 @lru_cache(maxsize=8)
 def _products_from_anatomy(read: Anatomy) -> tuple[float, float, float]:
-    matrices = [p for p in read.parameters if p.block is not None and len(p.shape) > 1]
-    moved = sum(sum(p.shape[-2:]) * max(1.0, _routed_experts(read, p)) for p in matrices)
+    dense = [p for p in read.parameters if p.block is not None and p.role is not Role.expert]
+    matrices = [p for p in dense if len(p.shape) > 1 and not p.is_bias]
     count = len(read.blocks)
-    inside = sum(p.numel for p in read.parameters if p.block is not None)
-    return (read.multiplied - read.head) / count, moved / count, inside / count
-
-
-def _routed_experts(read: Anatomy, parameter: Parameter) -> float:
-    """Return the number of experts in a tensor that a token is routed to; 1 for other tensors."""
-    return read.active_share(parameter) * parameter.shape[0] if len(parameter.shape) > 2 else 1.0
+    return (
+        sum(p.numel for p in matrices) / count,
+        sum(sum(p.shape[-2:]) for p in matrices) / count,
+        sum(p.numel for p in dense) / count,
+    )
 
 
 def _inner_width(model: ModelConfig) -> float:
@@ -321,71 +318,3 @@ def _block_products(
     matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
     matrices += [(hidden, ffn)] * up + [(ffn, hidden)]
     return sum(a * b for a, b in matrices), sum(a + b for a, b in matrices)
-
-
-GIGA = 1e9
-
-# Assumed where the hardware states nothing: an A100.
-ASSUMED_PEAK_TFLOPS = 312.0
-ASSUMED_MEMORY_GB_PER_SECOND = 2000.0
-ASSUMED_LINK_GB_PER_SECOND = 300.0
-ASSUMED_NETWORK_GB_PER_SECOND = 25.0
-ASSUMED_HOST_LINK_GB_PER_SECOND = 32.0
-ASSUMED_MATRIX_EFFICIENCY = 0.75
-"""Within the measured fractions of the peak: 0.51 (MI300X) to 0.87 (A100)."""
-ASSUMED_ATTENTION_EFFICIENCY = 0.35
-"""FlashAttention 2 on a device that it was not written for (H100, arXiv:2407.08608)."""
-
-HOST_MEMORY_GB_PER_SECOND = 140.0
-"""Host memory bandwidth of an offloaded optimizer, all ranks of a machine together. A step of
-Llama-8B on eight H200 (stas00/ml-engineering, insights/when-to-upgrade-gpus) leaves about 2 s for
-it: 120 GB/s. Ranks of one thread each (`OMP_NUM_THREADS=1`) reach a tenth.
-"""
-NVME_GB_PER_SECOND = 6.0
-"""Read or write bandwidth of a machine's NVMe: one drive on PCIe 4.0 x4."""
-
-MATRIX_SHARE = 0.82
-"""Fraction of the best single matrix product's rate that the products of a block reach in sequence:
-their shapes are not optimal, and a busy device clocks lower.
-"""
-FP8_SHARE = 0.88
-"""Fraction of the peak reached in fp8, divided by the fraction in bf16 (70.9 % and 80.3 % on H100,
-stas00/ml-engineering).
-"""
-MEMORY_SHARE = 0.75
-"""Fraction of the memory bandwidth reached by operations between matrix products."""
-LINK_SHARE = 0.65
-"""Fraction of a link's bandwidth that a collective of many megabytes reaches."""
-NETWORK_SHARE = 0.60
-"""Fraction of the network bandwidth that a collective between machines reaches."""
-HOST_LINK_SHARE = 0.75
-"""Fraction of the host link's bandwidth that a copy from pinned memory reaches."""
-OVERLAP = 0.80
-"""Fraction of a collective that overlaps with computation, if there is enough computation."""
-COLLECTIVE_LATENCY = 20e-6
-"""Minimum seconds of a collective for each doubling of its ranks."""
-
-ORTHOGONALIZATION_STEPS = 5
-"""Newton-Schulz steps of an update by Muon."""
-
-BACKWARD_TO_FORWARD = 2.0
-"""Backward over forward matrix products: the input's and the weight's gradient."""
-ATTENTION_BACKWARD = 2.5
-"""Backward over forward products of fused attention, which recomputes its scores: five to two
-(arXiv:2205.14135).
-"""
-
-# Kernel launches in the forward pass of a block.
-KERNELS_OF_A_BLOCK = 60
-KERNELS_OF_A_FUSED_BLOCK = 25
-KERNEL_START = 5e-6
-"""Seconds per kernel launch. A device faster than its launches waits for the processor."""
-
-BACKWARD_TRAFFIC = 2.0
-"""Backward over forward bytes moved by the operations between matrix products."""
-LOGIT_BYTES = 40
-"""Bytes moved per logit in both passes: cross entropy casts, normalises and differentiates."""
-FUSED_LOGIT_BYTES = 12
-"""Bytes moved per logit by a fused kernel that overwrites the logits with their gradient."""
-OPTIMIZER_BYTES = 34
-"""Bytes moved per parameter by an fp32 update: master, two moments, gradient, 16-bit weight."""

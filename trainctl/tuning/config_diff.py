@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.codec import to_plain
+from trainctl.config.codec import flatten, to_plain
 from trainctl.config.json_file import read_json
 from trainctl.config.schema import RunConfig, walk_leaves
 from trainctl.errors import TrainctlError
-from trainctl.plans.deepspeed import flatten
 from trainctl.plans.types import RunPlan
 from trainctl.rules.deepspeed_schema import load
 

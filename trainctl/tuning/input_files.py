@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
@@ -44,7 +43,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.data import SampleKind, spec_of
 from trainctl.options.objective.distill import DistillConfig
 from trainctl.options.tokenizer import spec_of as tokenizer_of
-from trainctl.plans.mixture import sources_of
+from trainctl.plans.mixture import keyed_sources
 from trainctl.plans.shapes import all_tensors
 from trainctl.plans.trainable import is_partial
 from trainctl.readers.check import MISSING, check_quality_inputs, check_text
@@ -119,9 +118,8 @@ def _needs_weights(config: RunConfig) -> str:
     if low_rank(config.adapter) is not None:
         return f"adapter.kind={config.adapter.kind}"
     if config.data.factory is None:
-        for name, section in sources_of(config.data).items():
+        for key, section in keyed_sources(config.data).items():
             if spec_of(section).encoder:
-                key = f"data.sources.{name}" if config.data.sources else "data"
                 return f"{key}.kind={section.kind}"
     return ""
 
@@ -339,8 +337,7 @@ def check_corpus_is_meant(config: RunConfig) -> list[Finding]:
     if not config.trains_itself or config.data.factory is not None or _is_byte_level(config):
         return []
     found = []
-    for name, section in sources_of(config.data).items():
-        key = f"data.sources.{name}" if config.data.sources else "data"
+    for key, section in keyed_sources(config.data).items():
         kind = f"{key}.kind=files" if config.data.sources else "data=files"
         if spec_of(section).is_demonstration:
             found.append(
@@ -465,10 +462,7 @@ def _without_template(config: RunConfig) -> Iterator[Finding]:
     """Find sources of conversations without a chat template."""
     file = load_spec("tokenizer", config.tokenizer.kind).file
     is_named = not isinstance(config.tokenizer, TokenizerFromPath) or config.tokenizer.path
-    sources: dict[str, Any] = {
-        f"data.sources.{name}": each for name, each in config.data.sources.items()
-    }
-    for key, section in (sources or {"data": config.data}).items():
+    for key, section in keyed_sources(config.data).items():
         source, named = load_spec("data", section.kind), getattr(section, "chat_template", None)
         # Records of plain texts need no template.
         asks = source.encoder and (named is not None or source.gives is SampleKind.text)

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 
 from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
-from trainctl.config.codec import to_plain
+from trainctl.config.codec import nest, to_plain, value_at
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.editor import link_recipe
 from trainctl.config.overrides import ALIASES
@@ -53,14 +53,14 @@ def plan_recipe(composed: ComposedConfig, found: FoundPlan, comment: Sequence[st
             choices[name] = value
             if devices is not None:
                 for key in ("hardware.nodes", "hardware.devices_per_node"):
-                    settings[key] = _value_at(plain, key)
+                    settings[key] = value_at(plain, key)
         elif name != "recipe":
-            settings[name] = _value_at(plain, name)
+            settings[name] = value_at(plain, name)
     for key, layers in composed.layers.items():
         # The saved recipe extends the recipe, whose values a chosen option has replaced here.
         is_replaced = any("recipes/" in layer.source for layer in layers[:-1])
         if is_replaced and key.partition(".")[0] in choices and _has_key(plain, key):
-            settings.setdefault(key, _value_at(plain, key))
+            settings.setdefault(key, value_at(plain, key))
     settings |= {key: getattr(value, "value", value) for key, value in found.values.items()}
     return recipe_text(comment, composed.config.recipe or BASE, choices, settings)
 
@@ -100,13 +100,7 @@ def launch_command(path: Path, config_dir: Path | None) -> str:
 
 def _has_key(plain: Any, key: str) -> bool:
     *parents, name = key.split(".")
-    return name in _value_at(plain, ".".join(parents))
-
-
-def _value_at(plain: Any, key: str) -> Any:
-    for name in key.split("."):
-        plain = plain[name]
-    return plain
+    return name in value_at(plain, ".".join(parents))
 
 
 def recipe_text(
@@ -123,14 +117,7 @@ def recipe_text(
     lines = [f"# {line}" for line in comment] + ["defaults:", f"  - {base}"]
     lines += [f"  - override /{group}: {dumps(option)}" for group, option in choices.items()]
     lines.append("  - _self_")
-    nested: dict[str, Any] = {}
-    for key, value in settings.items():
-        *parents, name = key.split(".")
-        level = nested
-        for parent in parents:
-            level = level.setdefault(parent, {})
-        level[name] = value
-    return "\n".join([*lines, *_yaml_lines(nested, "")])
+    return "\n".join([*lines, *_yaml_lines(nest(settings.items()), "")])
 
 
 def _yaml_lines(level: Mapping[str, Any], indent: str) -> list[str]:

@@ -7,6 +7,7 @@ until enough plans are found. Simple arithmetic excludes candidates that cannot 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import ceil, floor, inf
 from typing import Any
@@ -22,8 +23,8 @@ from trainctl.memory.traced import traced_model
 from trainctl.plans.flops import flops_of_run, utilisation
 from trainctl.plans.types import RunPlan
 from trainctl.tuning.assess import Assessment, assess
-from trainctl.tuning.compute import device_rates
-from trainctl.tuning.space import RESOLUTION, Candidate, Space
+from trainctl.tuning.rates import device_rates
+from trainctl.tuning.space import AXES, RESOLUTION, VARIANT_KEYS, Candidate, ShownLayout, Space
 from trainctl.tuning.speed import StepTime, Values, overrides
 
 MOST_BUDGETS = 2000
@@ -32,6 +33,10 @@ MOST_REFUSALS = 50
 """Rule refusals of fitting variants per kind of offload before it is given up: the problem then
 does not depend on the layout. Another kind of offload may still be legal, by using less host
 memory.
+"""
+MOST_REFUSALS_OF_A_LAYOUT = 4
+"""Refusals of a layout's variants by one rule, for a key that they share, before the layout is
+given up.
 """
 
 
@@ -99,8 +104,8 @@ class FoundPlan:
         if not before:
             return 0.0, {}
         parts = {
-            name: (seconds - other.time.parts[name] * size) / before
-            for name, seconds in self.time.parts.items()
+            name: (getattr(self.time, name) - getattr(other.time, name) * size) / before
+            for name in {**self.time.parts, **other.time.parts}
         }
         return self.time.seconds / before - 1, parts
 
@@ -164,9 +169,7 @@ class Search:
             speed = dict.fromkeys(speed)
         return {
             "overrides": list(found.overrides),
-            "mesh": {
-                axis: getattr(mesh, axis) for axis in ("data", "tensor", "pipeline", "sequence")
-            },
+            "mesh": {axis: getattr(mesh, axis) for axis in ("data", *AXES)},
             "zero_stage": found.plan.config.zero_stage.stage,
             "global_batch_size": batch.global_batch_size,
             "micro_batch_size": batch.micro_batch_size,
@@ -194,22 +197,19 @@ class Search:
 class _State:
     """Intermediate results of a search."""
 
-    found: dict[tuple[Any, ...], FoundPlan] = field(default_factory=dict)
-    order: dict[tuple[Any, ...], tuple[int, int, float]] = field(default_factory=dict)
-    rejected: dict[tuple[Any, ...], list[tuple[Candidate, str]]] = field(default_factory=dict)
-    too_large: dict[tuple[Any, ...], list[Candidate]] = field(default_factory=dict)
-    closed: set[tuple[Any, ...]] = field(default_factory=set)
+    found: dict[ShownLayout, FoundPlan] = field(default_factory=dict)
+    order: dict[ShownLayout, tuple[int, int, float]] = field(default_factory=dict)
+    rejected: dict[ShownLayout, list[tuple[Candidate, str]]] = field(default_factory=dict)
+    too_large: dict[ShownLayout, list[Candidate]] = field(default_factory=dict)
+    closed: set[ShownLayout] = field(default_factory=set)
+    refusals: Counter[tuple[ShownLayout, str]] = field(default_factory=Counter)
     budgeted: int = 0
     least_bytes: int | None = None
     first: tuple[Finding, ...] = ()
 
 
 def search(
-    config: RunConfig,
-    hardware: Hardware,
-    *,
-    fixed: frozenset[str] = frozenset(),
-    top: int = 5,
+    config: RunConfig, hardware: Hardware, *, fixed: frozenset[str] = frozenset(), top: int = 5
 ) -> Search:
     """Return the `top` fastest plans, each with another layout.
 
@@ -247,7 +247,7 @@ def _try_candidates(
     queue: list[Candidate], config: RunConfig, hardware: Hardware, state: _State, top: int
 ) -> None:
     """Try the candidates in order until `top` more layouts have a plan."""
-    smallest: dict[tuple[Any, ...], Candidate] = {}
+    smallest: dict[ShownLayout, Candidate] = {}
     for candidate in queue:
         known = smallest.setdefault(candidate.layout, candidate)
         if candidate.size < known.size:
@@ -274,6 +274,16 @@ def _try_candidates(
                 state.first = state.first or errors
                 refused += 1
                 state.rejected.setdefault(layout, []).append((candidate, errors[0].message))
+                _count_refusal(layout, errors[0], state)
+
+
+def _count_refusal(layout: ShownLayout, error: Finding, state: _State) -> None:
+    """Close the layout if one rule keeps refusing it for a key that its variants share."""
+    if error.key in VARIANT_KEYS:
+        return
+    state.refusals[layout, error.rule] += 1
+    if state.refusals[layout, error.rule] >= MOST_REFUSALS_OF_A_LAYOUT:
+        state.closed.add(layout)
 
 
 def _certainly_fits(candidate: Candidate, state: _State) -> bool:
@@ -345,6 +355,7 @@ SHARING = (
     "parallelism.tensor",
     "parallelism.pipeline",
     "parallelism.sequence",
+    "parallelism.context",
     "zero_stage",
     "zero_stage.stage",
     "training.micro_batch_size",

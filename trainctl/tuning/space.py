@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import floor, inf, log
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainctl.config.schema import (
     Accelerator,
@@ -27,6 +27,16 @@ from trainctl.options.launcher import launcher_for
 from trainctl.plans import shapes
 from trainctl.plans.derive import blocks_of_stages, divisors
 from trainctl.plans.trainable import is_partial
+from trainctl.plans.types import Mesh
+from trainctl.rules.plan.draft import Draft
+from trainctl.rules.plan.experts import LIMITS as EXPERT_LIMITS
+from trainctl.rules.plan.layout import (
+    attention_sees_the_whole_sequence,
+    parallelism_knows_the_architecture,
+    ring_drops_nothing,
+    ring_has_a_kernel,
+)
+from trainctl.tuning.experts import expert_weights
 from trainctl.tuning.speed import TimedVariant, Values, time_variant, with_values
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -39,17 +49,61 @@ RESOLUTION = 0.01
 """Relative difference in time below which the simpler layout comes first."""
 
 
+VARIANT_KEYS = frozenset(
+    {
+        "training.micro_batch_size",
+        "training.gradient_accumulation_steps",
+        "training.global_batch_size",
+        "activation_checkpointing.mode",
+        "activation_checkpointing.offload_to_cpu",
+        "activation_checkpointing.partition_across_tensor_ranks",
+        "kernels.cross_entropy",
+        "zero_stage.overlap_comm",
+        "zero_stage.shard_group_size",
+        "zero_stage.hpz_partition_size",
+    }
+)
+"""Keys in which the variants of a layout differ."""
+
+
+AXIS_RULES = (
+    attention_sees_the_whole_sequence,
+    parallelism_knows_the_architecture,
+    ring_has_a_kernel,
+    ring_drops_nothing,
+)
+"""Rules whose refusal of an axis does not depend on its size."""
+
+RING_CHUNK = 4096
+"""Fewest tokens of a chunk for which context ranks are tried. Attention to fewer keys may take less
+time than their journey, and no ring has been measured on devices.
+"""
+
+
+AXES = ("tensor", "pipeline", "sequence", "expert", "context")
+"""Searched keys of `parallelism`."""
+
+
+class ShownLayout(NamedTuple):
+    """Values that distinguish the shown plans: one is shown per layout."""
+
+    mesh: Mesh
+    stage: int
+    """ZeRO stage."""
+    offloads_optimizer: bool
+    offloads_parameters: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """TimedVariant variant in the queue of the search."""
+    """Timed variant in the queue of the search."""
 
     values: dict[str, Any]
-    layout: tuple[Any, ...]
-    """Tensor, pipeline and sequence sizes, ZeRO stage, and offload of optimizer and parameters; one
-    plan is shown per layout.
-    """
+    layout: ShownLayout
     retained: tuple[int, ...]
-    """Ranks of recomputation, loss and overlap by the device memory they take, larger for more."""
+    """Ranks of recomputation, loss, shard groups and overlap by the device memory they take, larger
+    for more.
+    """
     variant: TimedVariant
 
     @property
@@ -61,10 +115,10 @@ class Candidate:
     def order(self) -> tuple[int, int, float]:
         """Sort key by time, then by simplicity."""
         time = self.variant.seconds_per_token
-        axes = self.layout[:3]
-        # Simpler means fewer mesh axes, a lower ZeRO stage, less offload, no overlap.
-        effort = 8 * sum(size > 1 for size in axes) + 2 * self.layout[3] + 16 * self.layout[4]
-        effort += self.retained[-1]
+        mesh, stage, offloads, _ = self.layout
+        # Simpler means fewer mesh axes, a lower ZeRO stage, less offload, no groups or overlap.
+        effort = 8 * sum(getattr(mesh, axis) > 1 for axis in AXES) + 2 * stage + 16 * offloads
+        effort += sum(self.retained[-2:])
         return floor(log(time) / RESOLUTION) if time > 0 else 0, effort, time
 
 
@@ -110,26 +164,23 @@ class Space:
 
     def candidates(self, offloads: list[Values]) -> Iterator[Candidate]:
         """Yield every variant that simple arithmetic allows, timed."""
-        for axes, stage, offload in product(self._meshes(), self._stages(), offloads):
-            tensor, pipeline, sequence = axes
-            optimizer, parameters = self._offload_of(offload)
-            if not self._may_be_legal(axes, stage, optimizer, parameters):
-                continue
-            layout = (tensor, pipeline, sequence, stage, optimizer, parameters)
+        for mesh, stage, offload in product(self._meshes(), self._stages(), offloads):
+            layout = ShownLayout(mesh, stage, *self._offload_of(offload))
             fixed = {
                 **self._launcher(),
-                **self._axis_values(axes),
+                **self._axis_values(mesh),
                 "zero_stage.stage": stage,
                 **offload,
             }
-            needs = self._state_bytes(axes, stage, optimizer, parameters)
+            if not self._may_be_legal(layout, fixed):
+                continue
+            needs = self._state_bytes(layout)
             if needs > (self.hardware.device_memory_bytes or inf):
                 self.left_out.least_bytes = min(needs, self.left_out.least_bytes)
                 continue
-            data = self.hardware.world_size // (tensor * pipeline * sequence)
-            blocks = self._blocks(axes)
-            for micro, accumulation in self._batches(data, sequence):
-                for kept, chosen in self._retained(axes, stage):
+            blocks = self._blocks(mesh)
+            for micro, accumulation in self._batches(mesh.data, mesh.sequence_parts):
+                for kept, chosen in self._retained(layout):
                     values = {**fixed, "training.micro_batch_size": micro, **chosen}
                     if self.exactly:
                         values["training.gradient_accumulation_steps"] = accumulation
@@ -174,12 +225,11 @@ class Space:
             hint="training.global_batch_tokens=4M, or training.global_batch_size=512",
         )
 
-    def _batches(self, data: int, sequence: int) -> Iterator[tuple[int, int]]:
+    def _batches(self, data: int, parts: int) -> Iterator[tuple[int, int]]:
         """Yield micro-batch sizes and accumulation steps that give (nearly) the global batch.
 
-        Sequence parallelism is for sequences that are too long for one rank, so it is combined with
-        one sequence at a time: with several, fewer sequences per rank do the same with less
-        communication.
+        Sequences in several `parts` are too long for one rank, so ranks take one at a time: with
+        several, fewer sequences per rank do the same with less communication.
         """
         own_micro = self._fixed_size("micro_batch_size")
         own_accumulation = self._fixed_size("gradient_accumulation_steps")
@@ -189,7 +239,7 @@ class Space:
         elif own_accumulation is not None:
             sizes = [max(1, floor(share / own_accumulation + 0.5))]
         else:
-            most = 1 if sequence > 1 else max(1, share * (1 + MOST_ROUNDED))
+            most = 1 if parts > 1 else max(1, share * (1 + MOST_ROUNDED))
             sizes = [size for size in MICRO_BATCHES if size <= most]
         is_shared = False
         for micro in sizes:
@@ -212,40 +262,59 @@ class Space:
         size: int | None = getattr(self.config.training, name)
         return size if self.is_fixed(f"training.{name}") else None
 
-    def _meshes(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the sizes of the tensor, pipeline and sequence axes that divide the devices."""
-        axes, world = self.config.parallelism, self.hardware.world_size
-        node = self.hardware.devices_per_node
-        options = []
-        for name, most in (("tensor", node), ("pipeline", world), ("sequence", world)):
-            if self.is_fixed(f"parallelism.{name}"):
-                options.append([getattr(axes, name)])
-            else:
-                options.append([size for size in divisors(world) if size <= most])
-        for tensor, pipeline, sequence in product(*options):
-            model_parallel = tensor * pipeline * sequence
-            if world % model_parallel:
-                continue
-            if self.is_fixed("parallelism.data") and axes.data not in (
-                None,
-                world // model_parallel,
-            ):
-                continue
-            yield tensor, pipeline, sequence
-
-    def _axis_values(self, axes: tuple[int, int, int]) -> dict[str, Any]:
-        names = ("tensor", "pipeline", "sequence")
-        values: dict[str, Any] = {
-            f"parallelism.{name}": size for name, size in zip(names, axes, strict=True)
+    def _meshes(self) -> Iterator[Mesh]:
+        """Yield the meshes whose axes divide the devices, and the experts of a sparse model."""
+        parallelism, world = self.config.parallelism, self.hardware.world_size
+        chunks = self.config.training.sequence_length // (2 * RING_CHUNK)
+        most = {
+            "tensor": self.hardware.devices_per_node,
+            "expert": self._most_expert_ranks(),
+            "context": max(1, chunks),
         }
+        options = []
+        for name in AXES:
+            if self.is_fixed(f"parallelism.{name}"):
+                options.append([getattr(parallelism, name)])
+            else:
+                largest = 1 if self._is_refused(name) else most.get(name, world)
+                options.append([size for size in divisors(world) if size <= largest])
+        for sizes in product(*options):
+            mesh = Mesh(data=1, **dict(zip(AXES, sizes, strict=True)))
+            data, left_over = divmod(world, mesh.world_size)
+            if left_over or data % mesh.expert:
+                continue
+            if self.is_fixed("parallelism.data") and parallelism.data not in (None, data):
+                continue
+            yield replace(mesh, data=data)
+
+    def _is_refused(self, axis: str) -> bool:
+        """Return True if rules about the model refuse an axis of any size."""
+        sizes = {f"parallelism.{name}": 2 if name == axis else 1 for name in AXES}
+        draft = Draft(
+            config=with_values(self.base, sizes),
+            hardware=self.hardware,
+            mesh=None,
+            batch=None,
+            batches=None,
+            total_steps=None,
+        )
+        return any(True for rule in AXIS_RULES for _ in rule.problems(draft))
+
+    def _most_expert_ranks(self) -> int:
+        """Return the largest size of the expert axis: the number of experts of a layer."""
+        model = self.config.model
+        return (model.num_experts or 1) if shapes.anatomy(model) is not None else 1
+
+    def _axis_values(self, mesh: Mesh) -> dict[str, Any]:
+        values: dict[str, Any] = {f"parallelism.{name}": getattr(mesh, name) for name in AXES}
         if not self.is_fixed("parallelism.data"):
             values["parallelism.data"] = None
         if self.config.parallelism.stage_blocks and not self.is_fixed("parallelism.stage_blocks"):
             values["parallelism.stage_blocks"] = []
         return values
 
-    def _blocks(self, axes: tuple[int, int, int]) -> tuple[int, ...]:
-        config = with_values(self.base, self._axis_values(axes))
+    def _blocks(self, mesh: Mesh) -> tuple[int, ...]:
+        config = with_values(self.base, self._axis_values(mesh))
         length = config.training.sequence_length
         return blocks_of_stages(config.model, config.parallelism, sequence_length=length)
 
@@ -253,24 +322,47 @@ class Space:
         fixed = self.is_fixed("zero_stage.stage")
         return (self.config.zero_stage.stage,) if fixed else (0, 1, 2, 3)
 
-    def _retained(
-        self, axes: tuple[int, int, int], stage: int
-    ) -> Iterator[tuple[tuple[int, ...], Values]]:
+    def _retained(self, layout: ShownLayout) -> Iterator[tuple[tuple[int, ...], Values]]:
         """Yield the choices that trade memory for speed, each with the memory rank of its parts."""
-        for parts in product(self._modes(axes[0]), self._losses(axes), self._overlaps(axes, stage)):
+        mesh, stage, *_ = layout
+        for parts in product(
+            self._modes(mesh.tensor),
+            self._losses(mesh),
+            self._shard_groups(layout),
+            self._overlaps(mesh, stage),
+        ):
             yield (
                 tuple(rank for rank, _ in parts),
                 {key: value for _, values in parts for key, value in values.items()},
             )
 
-    def _overlaps(self, axes: tuple[int, int, int], stage: int) -> list[tuple[int, Values]]:
+    def _shard_groups(self, layout: ShownLayout) -> list[tuple[int, Values]]:
+        """Return the shard groups worth trying on several nodes, with their memory ranks: none, and
+        nodes. With DeepSpeed, hpZ gathers within a node for the backward pass.
+        """
+        is_json = engine_of(self.config).takes_json
+        key = f"zero_stage.{'hpz_partition_size' if is_json else 'shard_group_size'}"
+        node, nodes = self.hardware.devices_per_node, self.hardware.nodes
+        if self.is_fixed(key) or nodes == 1 or node == 1:
+            return [(0, {})]
+        whole = (0, {key: 1 if is_json else None})
+        if is_json:
+            is_whole = layout.mesh.tensor == layout.mesh.expert == 1
+            moves = layout.offloads_parameters or is_partial(self.config)
+            legal = layout.stage == 3 and is_whole and not moves
+            return [whole, (1, {key: node})] if legal else [whole]
+        sizes = [node * each for each in reversed(divisors(nodes)[:-1])]
+        data_only = all(getattr(layout.mesh, axis) == 1 for axis in AXES)
+        return [whole, *enumerate(({key: size} for size in sizes), 1)] if data_only else [whole]
+
+    def _overlaps(self, mesh: Mesh, stage: int) -> list[tuple[int, Values]]:
         """Return the values of `overlap_comm` with their memory ranks; it is free at stage 3."""
         key = "zero_stage.overlap_comm"
         if self.is_fixed(key) or not engine_of(self.config).takes_json:
             return [(0, {})]
         on, off = (1, {key: True}), (0, {key: False})
-        alone = self.hardware.world_size == axes[0] * axes[1]
-        if stage == 0 or axes[1] > 1 or alone:
+        alone = mesh.world_size == mesh.tensor * mesh.pipeline
+        if stage == 0 or mesh.pipeline > 1 or alone:
             return [off]
         return [on] if stage == 3 else [off, on]
 
@@ -302,12 +394,12 @@ class Space:
         unsliced = ((n, {**mode, slices: False} if away in mode else mode) for n, mode in whole)
         return [*sliced, *unsliced]
 
-    def _losses(self, axes: tuple[int, int, int]) -> list[tuple[int, Values]]:
+    def _losses(self, mesh: Mesh) -> list[tuple[int, Values]]:
         key = "kernels.cross_entropy"
         if self.is_fixed(key) or self.config.kernels.cross_entropy is CrossEntropyKind.liger_fused:
             return [(0, {})]
         plain = (1, {key: CrossEntropyKind.plain})
-        if axes[1] > 1 or self.config.kernels.compile is CompileKind.deepcompile:
+        if mesh.pipeline > 1 or self.config.kernels.compile is CompileKind.deepcompile:
             return [plain]
         return [(0, {key: CrossEntropyKind.chunked}), plain]
 
@@ -319,35 +411,40 @@ class Space:
             for name in ("optimizer", "parameters")
         )  # type: ignore[return-value]
 
-    def _may_be_legal(
-        self, axes: tuple[int, int, int], stage: int, optimizer: bool, parameters: bool
-    ) -> bool:
+    def _may_be_legal(self, layout: ShownLayout, values: Values) -> bool:
         """Return False if the rules of layouts and ZeRO stages would refuse the combination at
         once. Other rules are checked later.
         """
-        model = self.config.model
-        tensor, pipeline, sequence = axes
-        if any(count % tensor for count in shapes.tensor_units(model).values()):
+        model, (mesh, stage, optimizer, parameters) = self.config.model, layout
+        tensor, pipeline, sequence = mesh.tensor, mesh.pipeline, mesh.sequence
+        if shapes.undivided_units(model, tensor, repeats=self.config.trains_itself):
             return False
         heads, length = model.num_attention_heads // tensor, self.config.training.sequence_length
-        if heads % sequence or length % sequence:
+        config = with_values(self.base, values)
+        if heads % sequence or length % config.parallelism.sequence_multiple:
             return False
-        if pipeline > max(1, model.num_layers) or (pipeline > 1 and (stage > 1 or sequence > 1)):
+        is_shared = mesh.sequence_parts > 1
+        stages = config.parallelism.stages
+        if stages > max(1, model.num_layers) or (pipeline > 1 and (stage > 1 or is_shared)):
             return False
-        return not ((optimizer and stage == 0) or (parameters and stage < 3))
+        if (optimizer and stage == 0) or (parameters and stage < 3):
+            return False
+        if mesh.expert == 1:
+            return True
+        are_met = all(limit.holds(config) for limit in EXPERT_LIMITS)
+        return (model.num_experts or 1) % (mesh.expert * tensor) == 0 and are_met
 
-    def _state_bytes(
-        self, axes: tuple[int, int, int], stage: int, optimizer: bool, parameters: bool
-    ) -> float:
+    def _state_bytes(self, layout: ShownLayout) -> float:
         """Return a lower bound of the device bytes of 16-bit weights and fp32 master weights.
 
         Every configuration needs more, so that nothing that fits is left out.
         """
-        tensor, pipeline, _ = axes
-        count = shapes.count_parameters(self.config.model)
-        elements = count.blocks / (tensor * pipeline)
-        ranks = self.hardware.world_size // (tensor * pipeline)
-        weights = 0.0 if parameters else 2 * elements / (ranks if stage == 3 else 1)
+        mesh, stage, optimizer, parameters = layout
+        experts = expert_weights(self.config.model)
+        dense = shapes.count_parameters(self.config.model).blocks - experts
+        elements = (dense + experts / mesh.expert) / (mesh.tensor * mesh.pipeline)
+        partitioned = (dense + experts) / mesh.world_size
+        weights = 0.0 if parameters else 2 * (partitioned if stage == 3 else elements)
         without = optimizer or is_partial(self.config)
-        states = 0.0 if without else 4 * elements / (ranks if stage else 1)
+        states = 0.0 if without else 4 * (partitioned if stage else elements)
         return weights + states

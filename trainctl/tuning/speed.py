@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from math import ceil, log2
+from math import ceil
 from typing import Any
 
 from trainctl.config.keys import as_written
 from trainctl.config.registry import changed_section
 from trainctl.config.schema import ModelConfig, OffloadDevice, RunConfig
 from trainctl.hardware import Hardware
-from trainctl.memory.constants import BYTES
+from trainctl.memory.constants import BYTES, FP32
 from trainctl.memory.rollout import (
     RolloutSize,
     answers_of_rank,
@@ -32,123 +32,31 @@ from trainctl.options.objective import objective_of
 from trainctl.options.optimizer import spec_of
 from trainctl.options.precision import precision_of
 from trainctl.plans import shapes
-from trainctl.plans.derive import blocks_of_stages, derive_batch, derive_mesh
+from trainctl.plans.derive import blocks_of_stages, derive_batch, derive_mesh, idle_micro_batches
 from trainctl.plans.flops import multiplied_weights
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import LayoutPlan, Mesh
 from trainctl.tuning.compute import (
-    ASSUMED_HOST_LINK_GB_PER_SECOND,
-    ASSUMED_LINK_GB_PER_SECOND,
-    ASSUMED_NETWORK_GB_PER_SECOND,
-    COLLECTIVE_LATENCY,
-    GIGA,
-    HOST_LINK_SHARE,
-    HOST_MEMORY_GB_PER_SECOND,
-    KERNEL_START,
-    KERNELS_OF_A_BLOCK,
-    LINK_SHARE,
-    NETWORK_SHARE,
-    NVME_GB_PER_SECOND,
-    OPTIMIZER_BYTES,
-    OVERLAP,
-    Rates,
+    attention_seconds,
     block_matrices,
     block_time,
-    device_rates,
     head_time,
     stage_parameters,
     trained_share,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RankGroup:
-    """Process group with its bandwidth."""
-
-    ranks: int
-    bandwidth: float
-    """Bytes per second that each rank sends in a ring over all ranks."""
-    on_a_machine: int
-    """Number of ranks on one machine."""
-
-
-class Links:
-    """Process groups of a mesh on given machines, and the time of their collectives.
-
-    Rank order is tensor fastest, then sequence, data and pipeline (`Mesh`), and machines are filled
-    in this order. A ring over several machines enters and leaves each one through the network cards
-    of all its members there, so the members on a machine share the traffic. ZeRO partitions over
-    the group `zero`, the data and sequence ranks. The group `stage` is all ranks of a pipeline
-    stage, and `pipeline` a chain of neighbouring stages.
-    """
-
-    def __init__(self, hardware: Hardware, mesh: Mesh) -> None:
-        share = LINK_SHARE * GIGA
-        link = hardware.device_link_gb_per_second or ASSUMED_LINK_GB_PER_SECOND
-        network = hardware.network_gb_per_second or ASSUMED_NETWORK_GB_PER_SECOND
-        host = hardware.host_link_gb_per_second or ASSUMED_HOST_LINK_GB_PER_SECOND
-        self._link = link * share
-        self._network = network * NETWORK_SHARE * GIGA
-        self._host = host * HOST_LINK_SHARE * GIGA
-        self._node = hardware.devices_per_node
-        self._nodes = hardware.nodes
-        inner = mesh.tensor * mesh.sequence
-        self.tensor = self._group(mesh.tensor, 1)
-        self.sequence = self._group(mesh.sequence, mesh.tensor)
-        self.zero = self._group(mesh.data * mesh.sequence, mesh.tensor)
-        self.stage = self._group(inner * mesh.data, 1)
-        self.pipeline = self._group(mesh.pipeline, inner * mesh.data)
-
-    def near(self, ranks: int) -> RankGroup:
-        """Return a group of neighbouring devices on one machine."""
-        return RankGroup(ranks, self._link, ranks)
-
-    def all_gather(self, size: float, group: RankGroup) -> float:
-        """Return the seconds of an all-gather, or a reduce-scatter, of `size` bytes in total."""
-        if group.ranks == 1:
-            return 0.0
-        share = (group.ranks - 1) / group.ranks
-        return share * size / group.bandwidth + self._latency(group)
-
-    def all_reduce(self, size: float, group: RankGroup) -> float:
-        """Return the seconds of an all-reduce of `size` bytes: reduce-scatter plus all-gather."""
-        return 2 * self.all_gather(size, group)
-
-    def all_to_all(self, size: float, group: RankGroup) -> float:
-        """Return the seconds of an all-to-all of `size` bytes per rank.
-
-        Traffic inside a machine uses the device links, and at the same time traffic between
-        machines uses the network.
-        """
-        if group.ranks == 1:
-            return 0.0
-        near = (group.on_a_machine - 1) / group.ranks * size / self._link
-        far = (group.ranks - group.on_a_machine) / group.ranks * size / self._network
-        return max(near, far) + self._latency(group)
-
-    def send(self, size: float, group: RankGroup) -> float:
-        """Return the seconds to send `size` bytes to the next stage; each pair has its own
-        cards.
-        """
-        stage_is_inside = self._nodes == 1
-        return size / (self._link if stage_is_inside else self._network)
-
-    def from_host(self, size: float) -> float:
-        """Return the seconds to copy `size` bytes between a device and its host."""
-        return size / self._host
-
-    def _group(self, ranks: int, stride: int) -> RankGroup:
-        """Return the group of `ranks` ranks with the stride `stride`."""
-        members = max(1, min(ranks, self._node // stride))
-        if members >= ranks:
-            return RankGroup(ranks, self._link, ranks)
-        return RankGroup(ranks, min(self._link, members * self._network), members)
-
-    def _latency(self, group: RankGroup) -> float:
-        return COLLECTIVE_LATENCY * ceil(log2(group.ranks))
-
-
-FP32 = 4
+from trainctl.tuning.experts import exchanged_bytes, expert_weights, sparse_share, tensor_sums
+from trainctl.tuning.links import Links, RankGroup
+from trainctl.tuning.rates import (
+    GIGA,
+    HOST_MEMORY_GB_PER_SECOND,
+    KERNEL_START,
+    KERNELS_OF_A_BLOCK,
+    NVME_GB_PER_SECOND,
+    OPTIMIZER_BYTES,
+    OVERLAP,
+    Rates,
+    device_rates,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +73,10 @@ class StepTime:
     """Collectives of tensor parallelism in every block."""
     sequence: float = 0.0
     """Collectives of sequence parallelism in every block."""
+    context: float = 0.0
+    """Unhidden exchange of keys and values between context ranks."""
+    experts: float = 0.0
+    """Exchange of tokens between expert ranks in every sparse block."""
     gather: float = 0.0
     """Unhidden gathering of weights at ZeRO 3."""
     reduce: float = 0.0
@@ -185,65 +97,112 @@ class StepTime:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """Seconds by the name of the part; without `rollout` if the step has none."""
+        """Seconds by the name of the part; without `context`, `experts` and `rollout` where the
+        step has none.
+        """
         found = {item.name: getattr(self, item.name) for item in fields(self)}
-        return found if self.rollout else {k: v for k, v in found.items() if k != "rollout"}
+        return {k: v for k, v in found.items() if v or k not in ("context", "experts", "rollout")}
 
 
 def step_time(plan: LayoutPlan) -> StepTime:
     """Return the time of an optimizer step."""
     config, mesh, batch = plan.config, plan.mesh, plan.batch
     speed = device_rates(plan.hardware, config.precision)
-    links = Links(plan.hardware, mesh)
-    tokens = batch.micro_batch_size * -(-batch.sequence_length // mesh.sequence)
+    links = Links(plan.hardware, mesh, plan.shard_ranks)
+    tokens = batch.micro_batch_size * -(-batch.sequence_length // mesh.sequence_parts)
     element = BYTES[precision_of(config.precision).format]
-    block = block_time(config, speed, tokens, batch.sequence_length, mesh.tensor)
+    block = block_time(config, speed, tokens, batch.sequence_length, mesh.tensor, mesh.expert)
     head = head_time(config, speed, tokens, mesh.tensor)
     activation = tokens * config.model.hidden_size * element
     again = 0.0 if checkpointing_of(config.activation_checkpointing).keeps_products else 1.0
 
     first = objective_of(config.objective).passes - 1  # forward passes before the one of the step
 
-    # All-reduces after attention and the feed-forward layer, and as many in the backward pass.
-    in_tensor = links.all_reduce(activation, links.tensor)
-    # Ulysses: all-to-all of queries, keys, values and the result.
-    exchanged = activation * (2 + 2 * _key_share(config.model)) / mesh.tensor
-    in_sequence = links.all_to_all(exchanged, links.sequence)
+    # All-reduces of a forward pass; there are as many in the backward pass.
+    in_tensor = tensor_sums(config.model, mesh.expert) * links.all_reduce(activation, links.tensor)
+    in_sequence = _ulysses_seconds(plan, links, activation)
+    ring, ring_backward = _ring_seconds(plan, links, speed, tokens)
+    # Tokens to their experts and back: two in either pass.
+    in_experts = sparse_share(config.model) * links.all_to_all(
+        exchanged_bytes(config, tokens, mesh), links.expert
+    )
 
-    micro_batches, stages = batch.gradient_accumulation_steps, mesh.pipeline
-    counts = plan.stage_blocks or (config.model.num_layers,)
-    alike = {(blocks, i == 0, i == stages - 1) for i, blocks in enumerate(counts)}
+    micro_batches, idle = batch.gradient_accumulation_steps, idle_micro_batches(config.parallelism)
+    # An activation and a gradient of each stage.
+    sends = 2 * len(plan.stages_of(0)) if mesh.pipeline > 1 else 0
     slowest, parts = 0.0, StepTime()
-    for blocks, has_embedding, has_head in sorted(alike):
+    for blocks, has_embedding, has_head in sorted(_kinds_of_ranks(plan)):
         wrapped = _recomputed_blocks(config, blocks)
         compute = blocks * block.both + (head if has_head else 0.0)
         compute += first * (blocks * block.forward + (head / 3 if has_head else 0.0))
         recompute = wrapped * block.again
-        parameters = stage_parameters(config.model, blocks, mesh.tensor, has_embedding, has_head)
-        gather, reduce = _gathering_seconds(plan, links, parameters, compute + recompute)
-        transfer = 2 * links.send(activation, links.pipeline) if stages > 1 else 0.0
+        held = _held_parameters(plan, links, blocks, has_embedding, has_head)
+        gather, reduce = _gathering_seconds(plan, links, held, compute + recompute)
         one = StepTime(
             compute=compute,
             recompute=recompute,
-            tensor=in_tensor * ((4 + 2 * first) * blocks + 2 * again * wrapped),
+            tensor=in_tensor * ((2 + first) * blocks + again * wrapped),
             sequence=in_sequence * (2 * blocks + again * wrapped),
+            context=(ring + ring_backward) * blocks + ring * again * wrapped,
+            experts=in_experts * ((4 + 2 * first) * blocks + 2 * again * wrapped),
             gather=gather * (1 + first / 2),
             reduce=reduce,
-            transfer=transfer,
+            transfer=sends * links.send(activation, links.pipeline),
             offload=_offloaded_activations(plan, links, wrapped, activation),
         )
-        every = _once_per_step_seconds(plan, links, parameters, speed, one.seconds * micro_batches)
+        once = 0.0 if _reduces_each_time(config) else one.reduce
+        one = replace(one, reduce=one.reduce - once)
+        every = _once_per_step_seconds(plan, links, held, speed, one.seconds * micro_batches)
         whole = _whole_matrix_seconds(plan, links, blocks, speed)
-        every = replace(every, optimizer=every.optimizer + whole)
-        total = one.seconds * (micro_batches + stages - 1) + every.seconds
+        every = replace(every, optimizer=every.optimizer + whole, reduce=every.reduce + once)
+        total = one.seconds * (micro_batches + idle) + every.seconds
         if total > slowest:
             slowest = total
             values = {
-                name: seconds * micro_batches + every.parts[name]
+                name: seconds * micro_batches + getattr(every, name)
                 for name, seconds in one.parts.items()
             }
-            parts = StepTime(**values | {"bubble": one.seconds * (stages - 1)})
+            parts = StepTime(**values | {"bubble": one.seconds * idle})
     return replace(parts, rollout=_rollout_seconds(plan, links, speed, parts.compute / 3))
+
+
+def _kinds_of_ranks(plan: LayoutPlan) -> set[tuple[int, bool, bool]]:
+    """Return the numbers of blocks of the pipeline ranks, each with whether it has the embedding
+    and the head.
+    """
+    counts = plan.stage_blocks or (plan.config.model.num_layers,)
+    held = [plan.stages_of(rank) for rank in range(plan.mesh.pipeline)]
+    return {(sum(counts[stage] for stage in own), 0 in own, len(counts) - 1 in own) for own in held}
+
+
+def _ulysses_seconds(plan: LayoutPlan, links: Links, activation: float) -> float:
+    """Return the seconds of the all-to-alls of queries, keys, values and the result of a block.
+
+    `activation` is the bytes of the hidden states of a micro-batch on a rank.
+    """
+    share = _key_heads(plan.config.model, plan.mesh) / plan.config.model.num_attention_heads
+    return links.all_to_all(activation * (2 / plan.mesh.tensor + 2 * share), links.sequence)
+
+
+def _ring_seconds(plan: LayoutPlan, links: Links, speed: Rates, tokens: int) -> tuple[float, float]:
+    """Return the seconds per block, forward and backward, that ring attention waits for keys.
+
+    While a rank attends to the keys of one rank, those of the next one arrive. Backward, gradients
+    in fp32 travel with them, and one hop further, which nothing hides.
+    """
+    config, mesh = plan.config, plan.mesh
+    if mesh.context == 1:
+        return 0.0, 0.0
+    attention = attention_seconds(config, speed, tokens, plan.batch.sequence_length, mesh.tensor)
+    elements = 2 * tokens * _key_heads(config.model, mesh) * shapes.attended_width(config.model)
+    element = BYTES[precision_of(config.precision).format]
+    turns = mesh.context - 1
+    forward = links.pass_on(elements * element, links.context)
+    backward = links.pass_on(elements * (element + FP32), links.context)
+    hidden, hidden_backward = (each / mesh.context for each in attention)
+    return turns * _exposed_time(forward, hidden), turns * _exposed_time(
+        backward, hidden_backward
+    ) + links.pass_on(elements * FP32, links.context)
 
 
 def _rollout_seconds(plan: LayoutPlan, links: Links, speed: Rates, forward: float) -> float:
@@ -281,37 +240,58 @@ def _rollout_seconds(plan: LayoutPlan, links: Links, speed: Rates, forward: floa
     return seconds / section.updates + passes * forward
 
 
-def _gathering_seconds(
-    plan: LayoutPlan, links: Links, parameters: float, compute: float
-) -> tuple[float, float]:
-    """Return the unhidden seconds per micro-batch of stage 3's weight gathering, and of the
-    gradient reduction at stages 2 and 3.
+Held = tuple[tuple[float, RankGroup], ...]
+"""Parameters of a rank's stage, each number with the group that ZeRO partitions them over."""
 
-    Weights are gathered once forward and once backward, always on their own stream
+
+def _held_parameters(
+    plan: LayoutPlan, links: Links, blocks: int, has_embedding: bool, has_head: bool
+) -> Held:
+    """Return the parameters of a rank of a pipeline stage, experts on other ranks excluded."""
+    model, mesh = plan.config.model, plan.mesh
+    whole = stage_parameters(model, blocks, mesh.tensor, has_embedding, has_head)
+    if mesh.expert == 1:
+        return ((whole, links.zero),)
+    experts = expert_weights(model) * blocks / model.num_layers / mesh.tensor
+    own = experts / mesh.expert
+    return (whole - experts, links.zero), (own, links.expert_replicas)
+
+
+def _gathering_seconds(
+    plan: LayoutPlan, links: Links, held: Held, compute: float
+) -> tuple[float, float]:
+    """Return the unhidden seconds per micro-batch of weight gathering, and of the gradient
+    reduction at stages 2 and 3.
+
+    Stage 3 gathers weights once forward and once backward, always on their own stream
     (zero/partitioned_param_coordinator.py). Gradients are reduced during the backward pass only
-    with `overlap_comm`, and then share it with the gathering. Stage 2 all-reduces buckets and keeps
-    its part of each (`allreduce_and_scatter`, zero/stage_1_and_2.py).
+    with `overlap_comm`, and then share it with the gathering. DeepSpeed's stage 2 all-reduces
+    buckets and keeps its part of each (`allreduce_and_scatter`, zero/stage_1_and_2.py). FSDP2's
+    gathers in the forward pass alone, and reduces as stage 3 does, on a stream of its own.
     """
     config = plan.config
-    zero = config.zero_stage
+    zero, is_torch = config.zero_stage, not engine_of(config).takes_json
     if zero.stage < 2:
         return 0.0, 0.0
-    forward = backward = gather = 0.0
-    if zero.stage == 3:
+    forward = backward = gather = reduce = 0.0
+    trained = trained_share(config).weights
+    for parameters, group in held:
+        reduced = _reduced_bytes(plan, parameters * trained)
+        if zero.stage == 2 and not is_torch:
+            reduce += links.all_reduce(reduced, group)
+            continue
+        reduce += links.all_gather(reduced / (4 if zero.quantized_gradients else 1), group)
         size = BYTES[number_formats(config.precision).weights] * parameters
         sent = size / 2 if zero.quantized_weights else size
-        near = links.near(zero.hpz_partition_size) if zero.hpz_partition_size > 1 else links.zero
-        forward, backward = links.all_gather(sent, links.zero), links.all_gather(sent, near)
+        near = links.near(zero.hpz_partition_size) if zero.hpz_partition_size > 1 else group
+        fetched = 0.0
         if config.offload.parameters is not OffloadDevice.none:
-            fetched = links.from_host(size / links.zero.ranks)
-            forward, backward = forward + fetched, backward + fetched
+            fetched = links.from_host(size / group.ranks)
+        forward += links.all_gather(sent, group) + fetched
+        backward += links.all_gather(sent, near) + fetched if zero.stage == 3 else 0.0
+    if zero.stage == 3 or is_torch:
         gather = _exposed_time(forward, compute / 3) + _exposed_time(backward, compute * 2 / 3)
-    reduced = _reduced_bytes(plan, parameters * trained_share(config).weights)
-    if zero.stage == 3:
-        reduce = links.all_gather(reduced / (4 if zero.quantized_gradients else 1), links.zero)
-    else:
-        reduce = links.all_reduce(reduced, links.zero)
-    if zero.overlap_comm:
+    if zero.overlap_comm or is_torch:
         behind_backward = compute * 2 / 3
         reduce = _exposed_time(backward + reduce, behind_backward) - _exposed_time(
             backward, behind_backward
@@ -319,27 +299,41 @@ def _gathering_seconds(
     return gather, reduce
 
 
+def _reduces_each_time(config: RunConfig) -> bool:
+    """Return False if an engine with gradients in shards reduces them in the last micro-batch
+    alone (`Fsdp2Config`).
+    """
+    return getattr(config.engine, "reduce_every_micro_batch", True)
+
+
 def _once_per_step_seconds(
-    plan: LayoutPlan, links: Links, parameters: float, speed: Rates, compute: float
+    plan: LayoutPlan, links: Links, held: Held, speed: Rates, compute: float
 ) -> StepTime:
     """Return the time of the work once per step: the reduction at stages 0 and 1 (like stage 2's),
-    the update, and the gathering of updated weights at stages 1 and 2.
+    the sum of HSDP's shards over the groups (under offload that of each micro-batch), the update,
+    and DeepSpeed's gathering of updated weights at stages 1 and 2.
     """
     config = plan.config
     zero, offload = config.zero_stage, config.offload
-    ranks = links.zero.ranks
-    parameters *= trained_share(config).weights
-    own = parameters if zero.stage == 0 else parameters / ranks
-    size = BYTES[number_formats(config.precision).weights] * parameters
-    reduce = 0.0
+    trained = trained_share(config).weights
+    own = sum(each * trained / (group.ranks if zero.stage else 1) for each, group in held)
+    width = BYTES[number_formats(config.precision).weights]
+    reduced = ((_reduced_bytes(plan, each * trained), group) for each, group in held)
     if zero.stage < 2:
-        reduce = links.all_reduce(_reduced_bytes(plan, parameters), links.zero)
-        if zero.overlap_comm:
-            # Only the last micro-batch's backward pass has gradients to reduce.
-            last = compute / plan.batch.gradient_accumulation_steps * 2 / 3
-            reduce = _exposed_time(reduce, last)
-    if zero.stage in (1, 2):
-        reduce += links.all_gather(size, links.zero)
+        reduce = sum(links.all_reduce(size, group) for size, group in reduced)
+    else:
+        reduce = sum(links.all_reduce(size / g.ranks, links.copies) for size, g in reduced)
+    is_torch = not engine_of(config).takes_json
+    if zero.overlap_comm or is_torch:
+        # Only the last micro-batch's backward pass has gradients to reduce.
+        last = compute / plan.batch.gradient_accumulation_steps * 2 / 3
+        reduce = _exposed_time(reduce, last)
+    is_away = offload.parameters is not OffloadDevice.none
+    if zero.stage > 1 and is_away and _reduces_each_time(config):
+        # Partial sums would stay on the device: each micro-batch sums over the groups.
+        reduce *= plan.batch.gradient_accumulation_steps
+    if zero.stage in (1, 2) and not is_torch:
+        reduce += sum(links.all_gather(width * each * trained, group) for each, group in held)
     if offload.optimizer is OffloadDevice.none or zero.stage == 0:
         optimizer = own * OPTIMIZER_BYTES / speed.memory
         return StepTime(reduce=reduce, optimizer=optimizer)
@@ -351,12 +345,12 @@ def _once_per_step_seconds(
     micro_batches = plan.batch.gradient_accumulation_steps
     # Each micro-batch copies gradients to the host; stages 1 and 2 also fetch and add earlier ones.
     copies = micro_batches if zero.stage == 3 else 3 * micro_batches - 2
-    moved = links.from_host(size / ranks * away * (copies + 1))
+    moved = links.from_host(width * own * away * (copies + 1))
     if offload.optimizer is OffloadDevice.nvme:
         # Master weights and moments in and out.
         moved += on_machine * 2 * 3 * FP32 / (NVME_GB_PER_SECOND * GIGA)
     if offload.parameters is OffloadDevice.nvme:
-        size_there = on_machine * BYTES[number_formats(config.precision).weights]
+        size_there = on_machine * width
         passes = 2 * micro_batches + 1
         moved += size_there * passes / (NVME_GB_PER_SECOND * GIGA)
     return StepTime(reduce=reduce, optimizer=optimizer, offload=moved)
@@ -419,9 +413,9 @@ def _recomputed_blocks(config: RunConfig, blocks: int) -> int:
     return 0 if settings is None else ceil(blocks / settings.every_kth_block)
 
 
-def _key_share(model: ModelConfig) -> float:
-    """Return the width of the keys divided by the width of the queries."""
-    return shapes.key_value_heads(model) / model.num_attention_heads
+def _key_heads(model: ModelConfig, mesh: Mesh) -> float:
+    """Return the heads of a tensor rank's keys, which are repeated for more ranks than heads."""
+    return max(shapes.key_value_heads(model) / mesh.tensor, mesh.sequence, 1)
 
 
 Values = Mapping[str, Any]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.codec import flatten, from_plain, to_plain, value_at
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.derived import DerivedValue
 from trainctl.config.keys import (
@@ -24,7 +24,6 @@ from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import nearest_names
 from trainctl.errors import TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.plans.deepspeed import flatten
 from trainctl.plans.types import RunPlan
 from trainctl.rules.resolve import resolve
 
@@ -126,7 +125,7 @@ def explain(key: str, composed: ComposedConfig, plan: RunPlan | None) -> Explana
     )
     return Explanation(
         key=key,
-        value=to_plain(own.value) if own else _config_value(composed.config, key),
+        value=to_plain(own.value) if own else to_plain(value_at(composed.config, key)),
         reason=own.reason if own else "",
         layers=layers,
         default=described.default,
@@ -148,13 +147,6 @@ def explain_known(key: str, composed: ComposedConfig, plan: RunPlan | None) -> E
     if answer is None:
         raise unknown_key_error(key, composed, plan)
     return answer
-
-
-def _config_value(config: RunConfig, key: str) -> Any:
-    node: Any = config
-    for name in key.split("."):
-        node = node[name] if isinstance(node, Mapping) else getattr(node, name)
-    return to_plain(node)
 
 
 def _source_explanations(
@@ -211,13 +203,10 @@ def _changed_by(key: str, plan: RunPlan) -> set[str]:
     kinds = leaves()[key].kinds
     if kinds and kind_of(getattr(plan.config, key.partition(".")[0])) not in kinds:
         return set()
-    for value in _other_values(leaves()[key], _config_value(plan.config, key)):
+    for value in _other_values(leaves()[key], to_plain(value_at(plan.config, key))):
         plain = deepcopy(to_plain(plan.config))
-        *parents, last = key.split(".")
-        node = plain
-        for name in parents:
-            node = node[name]
-        node[last] = value
+        section, _, name = key.rpartition(".")
+        (value_at(plain, section) if section else plain)[name] = value
         config = from_plain(RunConfig, plain)
         is_hardwares = key.startswith("hardware.")
         hardware = resolve_hardware(config.hardware) if is_hardwares else plan.hardware

@@ -18,6 +18,7 @@ import pytest
 from planted_corpus import parts_of, texts_of_python
 
 from trainctl.data.dropped_documents import describe_examples
+from trainctl.data.executors.local import LocalExecutor
 from trainctl.data.quality import duplicates
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.columns import PartToMeasure
@@ -139,5 +140,5 @@ def test_a_process_that_is_killed_is_reported_in_words(tmp_path: Path) -> None:
     """The kernel kills a process so when memory runs out."""
     parts = [PartToMeasure("a", str(number), "", partial(os._exit, 9)) for number in range(2)]
     with pytest.raises(TrainctlError, match="was killed") as raised:
-        measure_all(parts, tmp_path, WantedColumns(near=False), processes=2)
+        measure_all(parts, tmp_path, WantedColumns(near=False), executor=LocalExecutor(2))
     assert raised.value.exit_code is ExitCode.environment

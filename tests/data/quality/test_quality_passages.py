@@ -14,7 +14,7 @@ from planted_corpus import entries, parts_of
 from trainctl.data.quality.batches import DocumentBatch
 from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import MEMORY, find_identical_texts, shared_passages
+from trainctl.data.quality.duplicates import find_identical_texts, shared_passages
 from trainctl.data.quality.measurement import (
     ANCHOR_WORDS,
     SHARED,
@@ -24,6 +24,7 @@ from trainctl.data.quality.measurement import (
     words_covered,
 )
 from trainctl.data.quality.selection import SUBSTRING, Rules
+from trainctl.data.quality.shuffle import MEMORY, search_in
 
 
 def text(words: list[int]) -> str:
@@ -82,8 +83,9 @@ def test_documents_of_passages_of_others_go(tmp_path: Path, memory: int) -> None
     parts = parts_of(texts)
     measure_all(parts, tmp_path, WantedColumns(passages=True))
     corpus = MeasuredCorpus.load(parts, tmp_path)
-    same = find_identical_texts(corpus, tmp_path / "scratch")
-    passages = shared_passages(corpus, same, tmp_path / "scratch", memory)
+    with search_in(corpus, tmp_path / "scratch", memory) as search:
+        same = find_identical_texts(search)
+        passages = shared_passages(search, same)
     selection = decide_removals(corpus, Rules(substring=0.6), same, passages=passages)
     gone = [corpus.where(each) for each in np.flatnonzero(selection.why).tolist()]
     assert [(part.name, number) for part, number in gone] == [("a", 1), ("a", 3), ("b", 1)]

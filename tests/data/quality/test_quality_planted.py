@@ -14,8 +14,9 @@ from planted_corpus import Planted, entries, five_grams, jaccard, parts_of, plan
 from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.contamination import words_from, write_held_out
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import Pairs, find_identical_texts, near_pairs
+from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measurement import WantedColumns, measure_all
+from trainctl.data.quality.near_duplicates import Pairs, near_pairs
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,
@@ -24,6 +25,7 @@ from trainctl.data.quality.selection import (
     Rules,
     Selection,
 )
+from trainctl.data.quality.shuffle import search_in
 
 THRESHOLDS = (0.7, 0.8, 0.9)
 
@@ -78,8 +80,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     parts = parts_of(corpus.texts)
     measure_all(parts, folder, WantedColumns(held_out=held_out))
     measured = MeasuredCorpus.load(parts, folder, ["code", "prose"])
-    same = find_identical_texts(measured, folder / "scratch")
-    pairs = near_pairs(measured, same, min(THRESHOLDS), folder / "scratch")
+    with search_in(measured, folder / "scratch") as search:
+        same = find_identical_texts(search)
+        pairs = near_pairs(search, same, min(THRESHOLDS))
     return Case(corpus, measured, same, pairs)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,18 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_corpus import edited, entries, five_grams, jaccard, parts_of, texts_of_python
 
+from trainctl.data.executors import Executor
+from trainctl.data.executors.local import INLINE, LocalExecutor
 from trainctl.data.permutation import splitmix64
 from trainctl.data.quality.batches import DocumentBatch, Entry, Segments, batches
 from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import (
-    MEMORY,
-    connected_components,
-    equal_keys,
-    find_identical_texts,
-    near_pairs,
-)
+from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measurement import (
     SKETCH,
     Bands,
@@ -34,7 +32,9 @@ from trainctl.data.quality.measurement import (
     sketches,
 )
 from trainctl.data.quality.measurement import jaccard as jaccard_of_sketches
+from trainctl.data.quality.near_duplicates import connected_components, near_pairs
 from trainctl.data.quality.selection import Contamination, Rules
+from trainctl.data.quality.shuffle import MEMORY, Groups, Result, joined, search_in, shuffle
 from trainctl.options.filter.gopher_quality import GopherQualityConfig
 
 WORDS = st.lists(st.sampled_from(["a", "b", "the", "sea", "ship"]), max_size=14).map(" ".join)
@@ -54,7 +54,7 @@ Outcome = dict[tuple[str, str, int], str]
 
 
 def outcome(
-    texts: dict[tuple[str, str], list[str]], *, memory: int = MEMORY, processes: int = 1
+    texts: dict[tuple[str, str], list[str]], *, memory: int = MEMORY, executor: Executor = INLINE
 ) -> Outcome:
     """Why each document of a corpus goes."""
     with TemporaryDirectory() as name:
@@ -62,10 +62,11 @@ def outcome(
         write_held_out(folder / "held_out", HELD_OUT)
         parts = parts_of(texts, **RULES.filters)
         wanted = WantedColumns(held_out=folder / "held_out")
-        measure_all(parts, folder, wanted, processes=processes)
+        measure_all(parts, folder, wanted, executor=executor)
         corpus = MeasuredCorpus.load(parts, folder, ["two", "one"])
-        same = find_identical_texts(corpus, folder / "scratch", memory)
-        pairs = near_pairs(corpus, same, 0.5, folder / "scratch", memory=memory)
+        with search_in(corpus, folder / "scratch", memory) as search:
+            same = find_identical_texts(search)
+            pairs = near_pairs(search, same, 0.5)
         selection = decide_removals(corpus, RULES, same, pairs)
         assert not (folder / "scratch").exists()
         result = {}
@@ -89,7 +90,7 @@ def test_the_order_of_parts_changes_nothing(
 @settings(max_examples=6)
 @given(CORPORA)
 def test_little_memory_changes_nothing(texts: dict[tuple[str, str], list[str]]) -> None:
-    assert outcome(texts, memory=256) == outcome(texts)
+    assert outcome(texts, memory=4096) == outcome(texts)
 
 
 def test_the_number_of_processes_changes_nothing() -> None:
@@ -104,7 +105,7 @@ def test_the_number_of_processes_changes_nothing() -> None:
     }
     found = outcome(texts)
     assert len(set(found.values())) == 5
-    assert outcome(texts, processes=2) == found
+    assert outcome(texts, executor=LocalExecutor(2)) == found
 
 
 @settings(max_examples=12)
@@ -163,17 +164,24 @@ def test_components_are_what_hangs_together(pairs: list[tuple[int, int]]) -> Non
     assert dict(zip(ids.tolist(), found.tolist(), strict=True)) == lowest
 
 
-@given(st.lists(st.integers(0, 9), max_size=60), st.sampled_from([64, 1000, MEMORY]))
+def places(groups: Groups) -> Result:
+    return {"id": groups[0], "size": groups[1]}
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 9), max_size=60), st.sampled_from([512, 1024, MEMORY]))
 def test_equal_keys_are_all_found(values: list[int], memory: int) -> None:
     keys = splitmix64(np.array(values, dtype=np.uint64))
-    with TemporaryDirectory() as folder:
-        found = [
-            group.tolist()
-            for ids, counts in equal_keys(
-                lambda: [(keys, np.arange(len(keys)))], len(keys), Path(folder) / "scratch", memory
-            )
-            for group in np.split(ids, np.cumsum(counts)[:-1])
-        ]
+    ids = np.arange(len(keys))
+    inputs = [(partial(lambda at: [(keys[at], ids[at])], slice(n, n + 7)), 7) for n in (0, 7, 14)]
+    inputs.append((lambda: [(keys[21:], ids[21:])], max(0, len(keys) - 21)))
+    with (
+        TemporaryDirectory() as folder,
+        search_in(MeasuredCorpus([]), Path(folder) / "scratch", memory) as search,
+    ):
+        results = shuffle(search, "equal", inputs, places)
+        ends = np.cumsum(joined(results, "size"))
+        found = [each.tolist() for each in np.split(joined(results, "id"), ends)[:-1]]
     expected = [[at for at, each in enumerate(values) if each == value] for value in set(values)]
     assert sorted(found) == sorted(group for group in expected if len(group) > 1)
 
@@ -198,11 +206,30 @@ def test_bands_find_what_is_at_the_threshold(threshold: float) -> None:
     assert longer.recall(threshold) < 0.95
 
 
-def test_files_of_one_that_was_killed_are_not_taken(tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    (scratch / "00000000").write_bytes(bytes(160))
-    keys = splitmix64(np.arange(100, dtype=np.uint64))
-    found = equal_keys(lambda: [(keys, np.arange(100))], 100, scratch, 64)
-    assert list(found) == []
-    assert not scratch.exists()
+def test_a_search_that_failed_continues_and_takes_nothing_of_another(tmp_path: Path) -> None:
+    keys = splitmix64(np.arange(100, dtype=np.uint64) // 2)
+    asked: list[str] = []
+
+    def rows() -> list[tuple[np.ndarray, np.ndarray]]:
+        asked.append("rows")
+        return [(keys, np.arange(100))]
+
+    def reduce(groups: Groups) -> Result:
+        if asked.count("range") == 3 and asked[-1] != "failed":
+            asked.append("failed")
+            raise KeyError(3)
+        asked.append("range")
+        return places(groups)
+
+    (tmp_path / "scratch" / "of another").mkdir(parents=True)
+    for memory in (1024, 1024, 2048):
+        is_first = not asked
+        with (
+            pytest.raises(KeyError) if is_first else nullcontext(),
+            search_in(MeasuredCorpus([]), tmp_path / "scratch", memory) as search,
+        ):
+            found = joined(shuffle(search, "equal", [(rows, 100)], reduce), "id")
+            assert sorted(found.tolist()) == list(range(100))
+        assert (tmp_path / "scratch").exists() == is_first
+        assert not (tmp_path / "scratch" / "of another").exists()
+    assert asked == ["rows", *["range"] * 3, "failed", *["range"] * 5, "rows", *["range"] * 4]

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 from planted_corpus import entries, parts_of
 
-from trainctl.data.quality import duplicates as near
+from trainctl.data.quality import near_duplicates as near
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.columns import Columns, MeasuredCorpus, PartToMeasure, columns_folder
 from trainctl.data.quality.contamination import HeldOut, write_held_out
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import find_identical_texts, near_pairs
+from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measurement import WantedColumns, measure_all, measure_part
+from trainctl.data.quality.near_duplicates import near_pairs
 from trainctl.data.quality.selection import Contamination, Rules, Selection
+from trainctl.data.quality.shuffle import search_in
 from trainctl.errors import TrainctlError
 from trainctl.options.filter.function import FunctionConfig
 
@@ -47,8 +49,9 @@ def decide(
     wanted = WantedColumns(held_out=folder / "held_out" if held_out is not None else None)
     measure_all(parts, folder, wanted)
     corpus = MeasuredCorpus.load(parts, folder, precedence)
-    same = find_identical_texts(corpus, folder / "scratch")
-    pairs = near_pairs(corpus, same, rules.near, folder / "scratch") if rules.near else None
+    with search_in(corpus, folder / "scratch") as search:
+        same = find_identical_texts(search)
+        pairs = near_pairs(search, same, rules.near) if rules.near else None
     selection = decide_removals(corpus, rules, same, pairs)
     return _as_reasons(corpus, selection)
 

@@ -21,6 +21,7 @@ from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measurement import WantedColumns, measure_all
 from trainctl.data.quality.selection import Rules
+from trainctl.data.quality.shuffle import search_in
 from trainctl.errors import TrainctlError
 
 TEXTS = st.lists(
@@ -264,7 +265,9 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
     measure_all(parts, tmp_path, WantedColumns(near=False))
     corpus = MeasuredCorpus.load(parts, tmp_path)
     rules = Rules(filters={"code": filters, "prose": filters})
-    selection = decide_removals(corpus, rules, find_identical_texts(corpus, tmp_path / "scratch"))
+    with search_in(corpus, tmp_path / "scratch") as search:
+        same = find_identical_texts(search)
+    selection = decide_removals(corpus, rules, same)
     gone = selection.counts["code"]
     assert gone["c4.max_curly_brackets"].applies > 0
     assert sum(each.documents for each in gone.values()) >= 0.9 * len(texts["code"])
@@ -275,7 +278,7 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
     filters["c4"].max_curly_brackets = None
     measure_all(parts, tmp_path, WantedColumns(near=False))
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("manifest.json")}
-    again = decide_removals(corpus, rules, find_identical_texts(corpus, tmp_path / "scratch"))
+    again = decide_removals(corpus, rules, same)
     assert "c4.max_curly_brackets" not in again.counts["code"]
     assert again.stays.sum() >= selection.stays.sum()
 
@@ -287,13 +290,13 @@ def test_units_agree_with_what_is_measured(tmp_path: Path) -> None:
 def test_nan_is_within_no_bound(tmp_path: Path) -> None:
     keys = load_spec("filter", "function").keys(call="math:sqrt", minimum=0.0)
     nan = np.float32("nan")
-    from trainctl.data.quality.columns import Columns, ColumnWriter, MeasuredPart
+    from trainctl.data.quality.columns import ColumnWriter, MeasuredPart
 
     with ColumnWriter(tmp_path / "part", "key") as writer:
         writer.append({"number": np.arange(3), "characters": np.full(3, 5)})
         writer.append({"function.score": np.array([nan, -1, 1], dtype=np.float32)})
         writer.finish()
-    corpus = MeasuredCorpus([MeasuredPart("s", "p", Columns.load(tmp_path / "part"), 0)])
+    corpus = MeasuredCorpus([MeasuredPart("s", "p", tmp_path / "part", 3, 0)])
     rules = Rules(filters={"s": {"function": keys}})
     assert decide_removals(corpus, rules, np.empty((0, 2), np.int64)).stays.tolist() == [
         False,

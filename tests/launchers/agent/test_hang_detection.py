@@ -18,10 +18,14 @@ from trainctl.runs.layout import AttemptPaths
 RANK = """
 import faulthandler, signal, sys, time
 from pathlib import Path
+from trainctl.engines.flight_recorder import answer_requests
 from trainctl.runs.status import Heartbeat, Phase
-faulthandler.register(signal.SIGUSR1, all_threads=True)
-heartbeat = Heartbeat(Path(sys.argv[1]))
-kind = sys.argv[2]
+path, record, request, kind = *map(Path, sys.argv[1:4]), sys.argv[4]
+if kind == "busy":  # as one whose native code keeps other threads from running
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+else:
+    answer_requests(record, request)
+heartbeat = Heartbeat(path)
 if kind != "starting":
     heartbeat.beat(Phase.step, 7)
 while kind == "lively":
@@ -53,7 +57,8 @@ def start(attempt: AttemptPaths) -> Iterator[Start]:
     def start(*kinds: str) -> dict[int, int]:
         for rank, kind in enumerate(kinds):
             with attempt.rank_log(rank).open("wb") as log:
-                command = [sys.executable, "-c", RANK, str(attempt.heartbeat(rank)), kind]
+                paths = (attempt.heartbeat(rank), attempt.flight_record(rank))
+                command = [sys.executable, "-c", RANK, *paths, attempt.flight_request, kind]
                 ranks.append(subprocess.Popen(command, stdout=log, stderr=log))
         while not all(attempt.heartbeat(rank).exists() for rank in range(len(kinds))):
             time.sleep(0.01)
@@ -76,8 +81,10 @@ def look(watch: HangDetector, pids: dict[int, int], seconds: float) -> HungRank 
     return None
 
 
-def make_watch(attempt: AttemptPaths, slow: float = 60.0) -> HangDetector:
-    return HangDetector(attempt, heartbeat_seconds=1.0, slow_phase_seconds=slow)
+def make_watch(attempt: AttemptPaths, slow: float = 60.0, world_size: int = 3) -> HangDetector:
+    return HangDetector(
+        attempt, heartbeat_seconds=1.0, slow_phase_seconds=slow, world_size=world_size
+    )
 
 
 def test_a_rank_that_beats_or_is_slow_to_start_is_left_alone(
@@ -85,12 +92,12 @@ def test_a_rank_that_beats_or_is_slow_to_start_is_left_alone(
 ) -> None:
     pids = start("lively", "starting")
     assert look(make_watch(attempt), pids, 2.5) is None
-    hung = look(make_watch(attempt, slow=1.5), pids, 4)
+    hung = look(make_watch(attempt, slow=1.5, world_size=2), pids, 10)
     assert hung is not None and hung.rank == 1 and "in start after step 0" in hung.message
 
 
 def test_the_one_that_does_not_answer_is_to_blame(attempt: AttemptPaths, start: Start) -> None:
-    pids = start("waiting", "busy", "waiting")
+    pids = start("waiting", "waiting", "waiting")
     os.kill(pids[2], signal.SIGSTOP)
     hung = look(make_watch(attempt), pids, 10)
     assert hung is not None and (hung.rank, hung.pid) == (2, pids[2])

@@ -133,6 +133,21 @@ def test_sharding(section, parallel, expected):
     assert ("fsdp_config.fsdp_sharding_strategy" in left(result)) == is_hybrid
 
 
+@pytest.mark.parametrize(
+    "section, numbers, size",
+    [
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, {}, 8),
+        ({}, {"parallelism_config_dp_replicate_size": 4}, 4),
+        ({}, {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 8}, 8),
+    ],
+)
+def test_shard_groups(section, numbers, size):
+    document = {"distributed_type": "FSDP", "fsdp_config": section, "mixed_precision": "bf16"}
+    result = convert(document, num_machines=2, num_processes=16, parallelism_config=numbers)
+    assert result.choices["engine"] == "fsdp2"
+    assert result.settings["zero_stage.shard_group_size"] == size and not left(result)
+
+
 def test_other_devices_formats_and_compilers():
     result = convert(
         {
@@ -188,4 +203,4 @@ def test_axes_of_megatron_and_of_sequences():
     assert result.settings["parallelism.sequence"] == 4
     assert result.settings["training.sequence_length"] == 8192
     assert result.settings["model.attention"] == "flash_attention_2"
-    assert {*left(result)} == {"parallelism_config.parallelism_config_cp_size"}
+    assert result.settings["parallelism.context"] == 2 and not left(result)

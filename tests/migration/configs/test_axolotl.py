@@ -154,6 +154,10 @@ def test_options(keys, group, option):
     [
         ({"adapter": "llama-adapter"}, "adapter"),
         ({"adapter": "lora", "lora_target_modules": "model.*.q_proj"}, "lora_target_modules"),
+        (
+            {"adapter": "lora", "lora_target_linear": True, "lora_target_parameters": ["a.b"]},
+            "lora_target_parameters",
+        ),
         ({"adapter": "lora", "lora_modules_to_save": ["norm"]}, "lora_modules_to_save"),
         ({"adapter": "lora", "unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters"),
         ({"unfrozen_parameters": ["embed$[:100]"]}, "unfrozen_parameters"),
@@ -186,6 +190,9 @@ def test_the_strengths_of_preference_losses():
         "objective.gamma_ratio"
     ] == pytest.approx(0.5)
     assert imported(rl="orpo", orpo_alpha=0.2).settings["objective.weight"] == 0.2
+    both = imported(rl="orpo", rl_beta=0.3, orpo_alpha=0.2)
+    assert both.settings["objective.weight"] == 0.3 and "orpo_alpha" in both.carried
+    assert "cpo_alpha" in imported(rl="simpo", cpo_alpha=0).carried
     entry = {"path": "json", "data_files": "b.jsonl", "type": "chat_template"}
     result = imported(rl="kto", rl_beta=0.2, kto_undesirable_weight=1.5, datasets=[entry])
     assert result.choices["objective"] == "kto" and result.choices["data"] == "answers"

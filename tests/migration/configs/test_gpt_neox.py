@@ -244,3 +244,8 @@ def test_data_mixtures_objectives_and_machines():
     assert kto.settings["objective.beta"] == 0.2
     assert kto.settings["objective.undesirable_weight"] == 1.5
     assert "train_impl" in left(convert({"train_impl": "reinforce"}))
+
+
+def test_a_key_may_have_dashes():
+    fp16 = {"enabled": True, "loss-scale-window": 5}
+    assert convert(LLAMA, fp16=fp16).settings["precision.loss_scale_window"] == 5

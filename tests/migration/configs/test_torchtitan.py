@@ -259,22 +259,32 @@ def test_pipelines_accumulate_their_micro_batches():
     pipeline_parallel_microbatches = 4
     pipeline_parallel_schedule = "Interleaved1F1B"
     context_parallel_degree = 2
+    [parallelism]
+    expert_parallel_degree = 4
     """
     result = convert(tomllib.loads(text))
     assert result.settings["training.micro_batch_size"] == 2
     assert result.settings["training.gradient_accumulation_steps"] == 4
     assert result.settings["parallelism.pipeline"] == 2
+    assert result.settings["parallelism.expert"] == 2  # there it contains the tensor ranks
     assert result.settings["parallelism.sequence_sharded_norms"] is True
+    assert result.settings["parallelism.context"] == 2
     assert result.choices["engine"] == "deepspeed" and result.choices["zero_stage"] == "1"
     assert result.choices["precision"] == "bf16"
     assert {
         "experimental.pipeline_parallel_schedule",
-        "experimental.context_parallel_degree",
         "training.compile",
         "training.enable_float8_linear",
     } <= {*left(result)}
-    tokens = dump(parallelism={"pipeline_parallel_degree": 2, "num_pp_microbatches": 3})
+    tokens = dump(
+        parallelism={
+            "pipeline_parallel_degree": 2,
+            "num_pp_microbatches": 3,
+            "pipeline_parallel_schedule": "DualPipeV",
+        }
+    )
     assert convert(tokens).settings["training.gradient_accumulation_steps"] == 3
+    assert convert(tokens).settings["parallelism.pipeline_schedule"] == "dualpipev"
 
 
 def test_sharding_copies_and_formats():
@@ -290,6 +300,9 @@ def test_sharding_copies_and_formats():
     whole["training"]["dtype"] = "bfloat16"
     assert chosen(**whole) == ("deepspeed", "3", "bf16-low-memory")
     hybrid = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4}
+    told = convert({"training": {"seq_len": 8, "steps": 1}, "parallelism": hybrid})
+    assert told.choices["engine"] == "fsdp2" and told.settings["zero_stage.shard_group_size"] == 4
+    hybrid["data_parallel_shard_degree"] = -1  # all that the copies leave: not known here
     told = convert({"training": {"seq_len": 8, "steps": 1}, "parallelism": hybrid})
     assert "parallelism.data_parallel_shard_degree" in left(told)
     off = convert({"training": {"seq_len": 8, "steps": 1}})

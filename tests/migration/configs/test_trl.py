@@ -62,6 +62,7 @@ def test_supervised_fine_tuning_with_an_adapter():
         lora_r=8,
         lora_alpha=16,
         lora_target_modules=["q_proj"],
+        lora_target_parameters=["experts.down_proj"],
         lora_modules_to_save=["lm_head"],
         load_in_4bit=True,
         use_bnb_nested_quant=True,
@@ -95,7 +96,7 @@ def test_supervised_fine_tuning_with_an_adapter():
         "model.path": "org/model",
         "adapter.rank": 8,
         "adapter.dropout": 0.05,
-        "adapter.targets": ["q_proj"],
+        "adapter.targets": ["q_proj", "experts.down_proj"],
         "adapter.also_train": ["head"],
         "adapter.base_weights": "nf4_double",
         "data.paths": [f"{HUB}/c/train/*.parquet"],
@@ -140,6 +141,7 @@ def test_objectives():
     reward = convert(center_rewards_coefficient=0.01, dataset_name="a/b")
     assert (reward.choices["objective"], reward.choices["data"]) == ("reward", "preferences")
     assert reward.settings["objective.centering"] == 0.01
+    assert "beta" in left(convert(center_rewards_coefficient=0.01, beta=0.1))
     chat = convert(dataset_name="a/b", temperature=0.9)
     assert "temperature" in left(chat, Why.ignored)
 

@@ -60,8 +60,8 @@ def end(process: Forked) -> int:
     return process.returncode
 
 
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + SECONDS
+def wait_for(condition: Any, seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -137,7 +137,7 @@ def test_each_event_is_alerted_once(tmp_path: Path) -> None:
             (
                 "straggler",
                 "run: rank 1 (node 0, b) takes 2.00 times as long as its peers up to step 8, and "
-                "all wait for it; most of it in data: 2 s a step instead of 1 s",
+                "all wait for it; most of it in data (its loader): 2 s a step instead of 1 s",
                 8,
             ),
             ("spike", "run: the loss has come down: the ten steps up to 8 are below 5", 8),

@@ -19,7 +19,7 @@ from trainctl.config.overrides import SweepPoint
 from trainctl.errors import ExitCode
 from trainctl.monitor.report.document import report_document, report_rows
 from trainctl.monitor.report.history import History
-from trainctl.monitor.report.page import PageSource, report_page
+from trainctl.monitor.report.page import RUNS_PAGE, PageSource
 from trainctl.monitor.report.watching import WatchApp
 from trainctl.runs.directory import new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
@@ -40,7 +40,7 @@ def test_a_run_that_has_not_begun(untrained: RunPaths) -> None:
     document = report_document(read(untrained), price=1.0)
     (found,) = document["runs"]
     assert found["state"] == "new" and found["step"] == 0 and found["series"] == {}
-    assert "</html>" in report_page(document, title="run")
+    assert "</html>" in RUNS_PAGE.html(document, title="run")
 
 
 def test_what_is_said_of_a_run(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_what_is_said_of_a_run(tmp_path: Path) -> None:
     assert found["evaluations"]["best"] == {"loss": 3.0, "step": 8, "last": 3.0}
     assert found["memory"]["measured"] == {"device_peak_bytes": 7}
     assert found["memory"]["planned_bytes"] > 0 and found["memory"]["phases"]
-    assert found["layout"]["ranks"] == [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
+    assert found["layout"]["ranks"] == [[0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
 
 
 def test_the_revision_that_a_run_came_from_is_on_its_page(tmp_path: Path) -> None:
@@ -110,11 +110,12 @@ def test_ranks_lie_as_the_mesh_has_them(tmp_path: Path) -> None:
         devices=8,
     )
     layout = report_document(read(run))["runs"][0]["layout"]
-    assert layout["mesh"] == {"data": 2, "tensor": 2, "sequence": 1, "pipeline": 2, "expert": 1}
+    sizes = {"data": 2, "tensor": 2, "sequence": 1, "context": 1, "pipeline": 2, "expert": 1}
+    assert layout["mesh"] == sizes
     # Tensor is the fastest axis and the stage the slowest.
-    places = [(tensor, data, stage) for _, data, tensor, _, stage in layout["ranks"]]
+    places = [(tensor, data, stage) for _, data, tensor, _, _, stage in layout["ranks"]]
     assert places == [(t, d, s) for s in (0, 1) for d in (0, 1) for t in (0, 1)]
-    assert layout["blocks"] == [[0, 2], [2, 4]] and layout["shards"]["optimizer states"] == 2
+    assert layout["blocks"] == [[[0, 2]], [[2, 4]]] and layout["shards"]["optimizer states"] == 2
 
 
 def test_what_differs_between_runs_and_attempts(tmp_path: Path) -> None:
@@ -222,15 +223,15 @@ def test_nothing_in_a_page_is_taken_for_markup(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
     evil = "</script><script>alert(1)</script>{{css}}"
     append(run, iter([other("logger", name=evil, problem="\u2028<!--")]))
-    written = report_page(report_document(read(run)), title=evil)
-    assert written.count("<script>") == 2 and "alert(1)</script>" not in written
+    written = RUNS_PAGE.html(report_document(read(run)), title=evil)
+    assert written.count("<script>") == 3 and "alert(1)</script>" not in written
     inside = re.search(r'id="data">(.*?)</script>', written, re.DOTALL)
     assert inside is not None and evil in json.loads(inside[1])["runs"][0]["marks"][0]["text"]
 
 
 @pytest.mark.parametrize("source", [None, PageSource("data.json?token=a")])
 def test_only_what_is_in_the_page_may_run(source: PageSource | None) -> None:
-    written = report_page(title="run", source=source)
+    written = RUNS_PAGE.html(title="run", source=source)
     policy = re.search(r'Policy" content="([^"]*)"', written)
     assert policy is not None and policy[1].startswith("default-src 'none'")
     for kind in ("script", "style"):

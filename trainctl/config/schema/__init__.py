@@ -14,14 +14,8 @@ from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import Any
 
 from trainctl.config.schema.alerts import AlertKind, AlertsConfig
-from trainctl.config.schema.hardware import (
-    Accelerator,
-    HardwareConfig,
-)
-from trainctl.config.schema.launcher import (
-    CpuBinding,
-    LauncherConfig,
-)
+from trainctl.config.schema.hardware import Accelerator, HardwareConfig
+from trainctl.config.schema.launcher import CpuBinding, LauncherConfig
 from trainctl.config.schema.layout import (
     ActivationCheckpointingConfig,
     CompileKind,
@@ -33,15 +27,11 @@ from trainctl.config.schema.layout import (
     OffloadDevice,
     ParallelismConfig,
     PipelinePartition,
+    PipelineSchedule,
     PrecisionConfig,
     ZeroStageConfig,
 )
-from trainctl.config.schema.model import (
-    AdapterConfig,
-    AttentionKind,
-    ModelConfig,
-    WeightsKind,
-)
+from trainctl.config.schema.model import AdapterConfig, AttentionKind, ModelConfig, WeightsKind
 from trainctl.config.schema.optimization import (
     AdaptiveClipping,
     ExpertsConfig,
@@ -60,6 +50,7 @@ from trainctl.config.schema.run import (
     DEDUP_THRESHOLDS,
     CheckpointConfig,
     DataConfig,
+    DataExecutor,
     DataFromPaths,
     DataFromRecords,
     Dedup,
@@ -72,61 +63,6 @@ from trainctl.config.schema.run import (
     TrainingConfig,
 )
 from trainctl.config.schema.sources import SourceConfig, StageConfig
-
-__all__ = [
-    "DEDUP_THRESHOLDS",
-    "GROUPS",
-    "LIST_GROUPS",
-    "Accelerator",
-    "ActivationCheckpointingConfig",
-    "AdapterConfig",
-    "AdaptiveClipping",
-    "AlertKind",
-    "AlertsConfig",
-    "AttentionKind",
-    "CheckpointConfig",
-    "CompileKind",
-    "CpuBinding",
-    "CrossEntropyKind",
-    "DataConfig",
-    "DataFromPaths",
-    "DataFromRecords",
-    "DataType",
-    "Dedup",
-    "EngineConfig",
-    "ExpertsConfig",
-    "GradientsConfig",
-    "GroupOverride",
-    "HardwareConfig",
-    "KernelsConfig",
-    "LauncherConfig",
-    "LoggingConfig",
-    "LrScaling",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OffloadConfig",
-    "OffloadDevice",
-    "OnBadLoss",
-    "OnBadText",
-    "OnTooLong",
-    "OptimizerConfig",
-    "Packing",
-    "ParallelismConfig",
-    "PipelinePartition",
-    "PrecisionConfig",
-    "RunConfig",
-    "ScheduleConfig",
-    "ScheduleUnit",
-    "SourceConfig",
-    "StabilityConfig",
-    "StageConfig",
-    "TokenizerConfig",
-    "TokenizerFromPath",
-    "TrainingConfig",
-    "WeightsKind",
-    "ZeroStageConfig",
-    "walk_leaves",
-]
 
 
 @dataclass

@@ -43,9 +43,7 @@ class AlertsConfig:
         example="[notify-send,trainctl]",
     )
     kinds: list[AlertKind] = option(
-        list(AlertKind),
-        "Events that send an alert.",
-        example="[failure,no_progress,end]",
+        list(AlertKind), "Events that send an alert.", example="[failure,no_progress,end]"
     )
     no_progress_minutes: float = option(
         30.0,

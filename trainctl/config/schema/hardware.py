@@ -29,10 +29,7 @@ class HardwareConfig:
     accelerator: Accelerator = option(Accelerator.auto, "Kind of device; auto detects everything.")
     nodes: int = option(1, "Number of nodes.", minimum=1, maximum=100_000)
     devices_per_node: int | None = option(
-        None,
-        "Devices per node (on cpu: processes); none detects them.",
-        minimum=1,
-        maximum=100_000,
+        None, "Devices per node (on cpu: processes); none detects them.", minimum=1, maximum=100_000
     )
     device_memory_bytes: int | None = option(
         None,

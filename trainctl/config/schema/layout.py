@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from math import lcm
 from typing import ClassVar
 
 from trainctl.config.schema.option import option
@@ -83,6 +84,14 @@ class ZeroStageConfig:
         "ZeRO++ hpZ: size of the secondary partition, in devices of one node; 1 switches it off.",
         unit="devices",
         minimum=1,
+    )
+    shard_group_size: int | None = option(
+        None,
+        "engine=fsdp2, HSDP: number of neighbouring data-parallel ranks that ZeRO partitions over; "
+        "each such group holds a copy. none partitions over all.",
+        unit="devices",
+        minimum=2,
+        example="8",
     )
     quantized_weights: bool = option(False, "ZeRO++ qwZ: gather weights in int8.")
     quantized_gradients: bool = option(False, "ZeRO++ qgZ: reduce gradients in int4.")
@@ -209,6 +218,10 @@ class PipelinePartition(Enum):
     uniform = "uniform"
 
 
+# A name may not begin with a digit in a class.
+PipelineSchedule = Enum("PipelineSchedule", {"1f1b": "1f1b", "dualpipev": "dualpipev"})
+
+
 @dataclass
 class ParallelismConfig:
     """Sizes of the device mesh's axes; the data axis takes the devices that the others leave."""
@@ -223,14 +236,31 @@ class ParallelismConfig:
         1, "Pipeline-parallel size: number of stages of consecutive blocks.", minimum=1
     )
     sequence: int = option(1, "Ulysses sequence-parallel size (arXiv:2309.14509).", minimum=1)
-    expert: int = option(1, "Expert-parallel size, a divisor of the data-parallel size.", minimum=1)
+    context: int = option(
+        1,
+        "Context-parallel size: ring attention (arXiv:2310.01889) over ranks with two chunks of "
+        "each sequence.",
+        minimum=1,
+    )
+    expert: int = option(
+        1,
+        "Expert-parallel size, a divisor of the data-parallel size; with tensor ranks, each of "
+        "them has other experts too.",
+        minimum=1,
+    )
     pipeline_partition: PipelinePartition = option(
         PipelinePartition.parameters, "Criterion by which pipeline stages are balanced."
     )
     stage_blocks: list[int] = option(
         [],
-        "Number of blocks in each pipeline stage; empty balances the stages.",
+        "Number of blocks in each pipeline stage; empty balances the stages. DualPipeV has two "
+        "stages a rank.",
         example="[9,8,8,7]",
+    )
+    pipeline_schedule: PipelineSchedule = option(
+        PipelineSchedule["1f1b"],
+        "Order of micro-batches in the pipeline: 1f1b (arXiv:1806.03377), or dualpipev "
+        "(arXiv:2412.19437), where each rank has two stages, i and 2p − 1 − i.",
     )
     sequence_sharded_norms: bool = option(
         False,
@@ -238,6 +268,30 @@ class ParallelismConfig:
         "tensor-parallel matrices along the sequence (arXiv:2205.05198); off replicates them on "
         "each tensor rank.",
     )
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the stages go along the pipeline ranks and back, so that the first has both
+        ends.
+        """
+        return self.pipeline > 1 and self.pipeline_schedule is PipelineSchedule.dualpipev
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages, one or two a rank."""
+        return self.pipeline * (2 if self.is_folded else 1)
+
+    @property
+    def sequence_parts(self) -> int:
+        """Number of ranks that share a sequence: those of the sequence and context axes."""
+        return self.sequence * self.context
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Number that divides the sequence length: each context rank has two equal chunks, which
+        the sequence ranks divide together.
+        """
+        return self.sequence if self.context == 1 else self.context * lcm(2, self.sequence)
 
 
 @dataclass

@@ -235,9 +235,7 @@ class StabilityConfig:
         above=0,
     )
     norm_limit: float | None = option(
-        None,
-        "Absolute limit above which a gradient norm is bad, from the first step on.",
-        above=0,
+        None, "Absolute limit above which a gradient norm is bad, from the first step on.", above=0
     )
     spike_window: int = option(
         100,
@@ -288,4 +286,11 @@ class ExpertsConfig:
         "fewer tokens than the mean, subtracted for the others (arXiv:2408.15664), if routers "
         "have such a bias; 0 keeps it fixed.",
         minimum=0,
+    )
+    expected_load: float | None = option(
+        None,
+        "Tokens of the busiest expert over the mean, for predicted step times beside an expert "
+        "axis: mean of experts.load_by_layer in a run's records; none: 1.04 with a "
+        "bias_update_rate, else 1.62 (arXiv:2408.15664, table 2).",
+        minimum=1,
     )

@@ -35,6 +35,14 @@ class OnTooLong(Enum):
     error = "error"
 
 
+class DataExecutor(Enum):
+    """Executor of the tasks that prepare a corpus."""
+
+    local = "local"
+    ray = "ray"
+    slurm = "slurm"
+
+
 class Dedup(Enum):
     """Criterion by which a document is a copy of another one."""
 
@@ -169,6 +177,37 @@ class DataConfig:
         example="[held_out, benchmarks/*.jsonl]",
         whole=True,
     )
+    executor: DataExecutor = option(
+        DataExecutor.local,
+        "Where tokenizing, filters and deduplication run: local (processes of this machine), ray "
+        "(tasks of a Ray cluster) or slurm (array jobs). The others need a cache that all machines "
+        "share.",
+        whole=True,
+    )
+    executor_address: str = option(
+        "auto",
+        "Ray cluster to run on: auto (that of this machine), HOST:PORT or ray://HOST:PORT.",
+        example="ray://head:10001",
+        needs=(lambda data: data.executor is DataExecutor.ray, "data.executor=ray"),
+        whole=True,
+    )
+    executor_options: list[str] = option(
+        [],
+        "Options of sbatch for the array jobs, after the partition, account, qos, constraint and "
+        "time of launcher=slurm.",
+        example="[--partition=cpu, --mem=4G]",
+        needs=(lambda data: data.executor is DataExecutor.slurm, "data.executor=slurm"),
+        whole=True,
+    )
+    sort_bytes: int = option(
+        1 << 30,
+        "Memory that a process of the deduplication may take to sort hashes; less makes more, "
+        "smaller pieces on disk.",
+        unit="bytes",
+        minimum=1 << 20,
+        needs=(lambda data: data.dedup is not Dedup.none, "data.dedup"),
+        whole=True,
+    )
     sources: dict[str, SourceConfig] = option(
         {},
         "Data sources to mix, by name, in place of a single `kind`: each has the keys of its "
@@ -294,10 +333,7 @@ class TrainingConfig:
         minimum=1,
     )
     micro_batch_size: int | None = option(
-        None,
-        "Sequences per forward pass of one data-parallel rank.",
-        unit="sequences",
-        minimum=1,
+        None, "Sequences per forward pass of one data-parallel rank.", unit="sequences", minimum=1
     )
     gradient_accumulation_steps: int | None = option(
         None, "Micro-batches per optimizer step.", minimum=1
@@ -395,9 +431,7 @@ class CheckpointConfig:
         minimum=1,
     )
     weights_only_keep: int | None = option(
-        None,
-        "Number of newest weights-only checkpoints to keep; none keeps all.",
-        minimum=1,
+        None, "Number of newest weights-only checkpoints to keep; none keeps all.", minimum=1
     )
     compare_replay: bool = option(
         True, "Stop after a resume if a repeated step has a different loss than before."
@@ -452,9 +486,7 @@ class LoggingConfig:
         minimum=1,
     )
     profile_steps: list[int] = option(
-        [],
-        "First and last step to profile; empty switches the profiler off.",
-        example="[10,12]",
+        [], "First and last step to profile; empty switches the profiler off.", example="[10,12]"
     )
     profile_ranks: list[int] = option([0], "Ranks to profile.", example="[0,1]")
     memory_phases: bool = option(

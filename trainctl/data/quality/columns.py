@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +36,25 @@ Array = npt.NDArray[Any]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_UNFINISHED = ".tmp"
 
 
 class ColumnWriter:
     """Context manager that writes a part's columns, some rows at a time.
 
     Files are written to a temporary folder, which replaces `folder` when it is complete. `key`
-    identifies what was measured, and of which documents; readers compare it.
+    identifies what was measured, and of which documents; readers compare it. Of two processes that
+    write the same part at the same time, the first to finish counts.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
         self._folder, self._key = folder, key
-        self._temporary = folder.with_name(f".{folder.name}.tmp")
+        self._temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{_UNFINISHED}")
         self._files = ExitStack()
         self._open: dict[str, Any] = {}
         self._columns: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> ColumnWriter:
-        shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir(parents=True)
         return self
 
@@ -87,13 +90,27 @@ class ColumnWriter:
             self._temporary / MANIFEST,
             {"format": FORMAT, "key": self._key, "columns": self._columns, **facts},
         )
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._temporary.rename(self._folder)
+        for is_last in (False, True):
+            try:
+                self._temporary.rename(self._folder)
+                break
+            except OSError:
+                if _manifest(self._folder) == _manifest(self._temporary):
+                    break  # another process was faster
+                if is_last:
+                    raise
+                shutil.rmtree(self._folder, ignore_errors=True)
         sync_directory(self._folder.parent)
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left in a folder that no other process writes to."""
+    for path in folder.glob(f".*{_UNFINISHED}"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -173,11 +190,15 @@ class Columns:
 
 def finished_key(folder: Path) -> str | None:
     """Return the key of a finished part, None if the part is not done."""
+    found = _manifest(folder)
+    return found.get("key") if isinstance(found, dict) else None
+
+
+def _manifest(folder: Path) -> Any:
     try:
-        key: str = json.loads((folder / MANIFEST).read_bytes())["key"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
         return None
-    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +216,8 @@ class PartToMeasure:
     """Filters to measure for: `{name: keys}`. Thresholds in the keys do not matter."""
     order: int = 0
     """Sort key among the parts of the source; ties are ordered by name."""
+    size: int = 0
+    """Approximate bytes of the documents."""
 
 
 def columns_folder(part: PartToMeasure, folder: Path) -> Path:
@@ -202,9 +225,15 @@ def columns_folder(part: PartToMeasure, folder: Path) -> Path:
     return folder / part.source / part.name
 
 
-def read_measured(part: PartToMeasure, folder: Path) -> Columns:
-    """Return the columns of a measured part."""
-    return Columns.load(columns_folder(part, folder))
+_OPEN_PARTS = 16
+"""Parts that a process has mapped at a time. Each of about 15 columns keeps a file descriptor, of
+which a process may have 1,024 by default.
+"""
+
+
+@lru_cache(maxsize=_OPEN_PARTS)
+def _open_columns(folder: Path, version: int) -> Columns:
+    return Columns.load(folder)
 
 
 @dataclass(frozen=True)
@@ -213,17 +242,27 @@ class MeasuredPart:
 
     source: str
     name: str
-    columns: Columns
+    folder: Path
+    documents: int
     first: int
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of the part; the least recently used ones of other parts may be closed."""
+        try:
+            version = (self.folder / MANIFEST).stat().st_mtime_ns
+        except OSError:
+            version = 0
+        return _open_columns(self.folder, version)
 
     @property
     def ids(self) -> I64:
         """Ids of the part's documents, [documents]."""
-        return np.arange(self.first, self.first + self.columns.documents)
+        return np.arange(self.first, self.first + self.documents)
 
     def among(self, ids: I64) -> Bool:
         """Return the mask of the part's documents in `ids` (ascending), [documents]."""
-        found = np.zeros(self.columns.documents, dtype=np.bool_)
+        found = np.zeros(self.documents, dtype=np.bool_)
         begin, end = np.searchsorted(ids, (self.first, self.first + len(found)))
         found[ids[begin:end] - self.first] = True
         return found
@@ -252,10 +291,22 @@ class MeasuredCorpus:
 
         table, first = [], 0
         for part in sorted(parts, key=place):
-            columns = read_measured(part, folder)
-            table.append(MeasuredPart(part.source, part.name, columns, first))
-            first += columns.documents
+            at = columns_folder(part, folder)
+            documents = Columns.load(at).documents
+            table.append(MeasuredPart(part.source, part.name, at, documents, first))
+            first += documents
         return cls(table)
+
+    def save(self, path: Path) -> None:
+        """Write which parts the table has, for `open` in other processes."""
+        parts = [[part.source, part.name, str(part.folder), part.documents] for part in self.parts]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, parts)
+
+    @classmethod
+    def open(cls, path: Path) -> MeasuredCorpus:
+        """Return the table that `save` wrote; cached per process. Parts are opened when needed."""
+        return _open_corpus(path)
 
     @cached_property
     def firsts(self) -> I64:
@@ -266,7 +317,7 @@ class MeasuredCorpus:
     def documents(self) -> int:
         """Number of rows."""
         last = self.parts[-1] if self.parts else None
-        return last.first + last.columns.documents if last is not None else 0
+        return last.first + last.documents if last is not None else 0
 
     def where(self, document: int) -> tuple[MeasuredPart, int]:
         """Return a document's part and its number in the part."""
@@ -314,3 +365,20 @@ class MeasuredCorpus:
         for number, places in zip(found.tolist(), np.split(order, begin[1:]), strict=True):
             part = self.parts[number]
             yield part, places, ids[places] - part.first
+
+
+def key_of_corpus(corpus: MeasuredCorpus, *others: object) -> str:
+    """Return a digest of everything measured, in the order of the ids, and of other values."""
+    parts: Sequence[object] = [
+        (part.source, part.name, part.columns.manifest["key"]) for part in corpus.parts
+    ]
+    return sha256(json.dumps([parts, others], sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=2)
+def _open_corpus(path: Path) -> MeasuredCorpus:
+    parts, first = [], 0
+    for source, name, folder, documents in json.loads(path.read_bytes()):
+        parts.append(MeasuredPart(source, name, Path(folder), documents, first))
+        first += documents
+    return MeasuredCorpus(parts)

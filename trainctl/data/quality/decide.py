@@ -22,12 +22,22 @@ import numpy.typing as npt
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
+from trainctl.data.executors import Executor
+from trainctl.data.executors.local import INLINE
 from trainctl.data.permutation import splitmix64
 from trainctl.data.quality.batches import I64, Bool, Entry
-from trainctl.data.quality.columns import MeasuredCorpus, MeasuredPart, PartToMeasure, finished_key
+from trainctl.data.quality.columns import (
+    MeasuredCorpus,
+    MeasuredPart,
+    PartToMeasure,
+    finished_key,
+    key_of_corpus,
+    remove_leftovers,
+)
 from trainctl.data.quality.contamination import write_held_out
-from trainctl.data.quality.duplicates import MEMORY, Pairs, Passages, find_duplicates, key_of_corpus
+from trainctl.data.quality.duplicates import Passages, find_duplicates
 from trainctl.data.quality.measurement import WantedColumns, measure_all, words_covered
+from trainctl.data.quality.near_duplicates import Pairs
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,
@@ -40,6 +50,7 @@ from trainctl.data.quality.selection import (
     Selection,
     Tally,
 )
+from trainctl.data.quality.shuffle import MEMORY
 
 
 def decide_removals(
@@ -52,7 +63,7 @@ def decide_removals(
 ) -> Selection:
     """Decide which documents stay.
 
-    This takes about 2 bytes of memory per document of the corpus, and 100 per duplicate.
+    This takes about 4 bytes of memory per document of the corpus, and 100 per duplicate.
 
     Args:
         rules: Every source must be measured for its filters.
@@ -329,7 +340,7 @@ def select_documents(
     held_out: Iterable[Entry] = (),
     held_out_identity: str = "",
     protected: Callable[[MeasuredPart], Bool] | None = None,
-    processes: int = 1,
+    executor: Executor = INLINE,
     memory: int = MEMORY,
     done: Callable[[PartToMeasure], None] = lambda part: None,
 ) -> Selection:
@@ -345,12 +356,14 @@ def select_documents(
         held_out: Texts to search for, if the rules have `contamination`.
         held_out_identity: Identity of these texts; if it is unchanged, none is read.
         protected: Returns the mask of a part's documents that always stay, [documents].
+        memory: Bytes that a process of the deduplication may take for sorting.
 
     Raises:
         TrainctlError: What reading a part or a user's function raises; or stored results are
             damaged (exit code 5).
     """
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     contaminates = rules.contamination is not None
     if contaminates:
         write_held_out(folder / HELD_OUT, held_out, identity=held_out_identity)
@@ -360,7 +373,7 @@ def select_documents(
         passages=rules.substring is not None,
     )
     parts = [replace(part, filters=rules.filters.get(part.source, {})) for part in parts]
-    measure_all(parts, folder, wanted, processes=processes, done=done)
+    measure_all(parts, folder, wanted, executor=executor, done=done)
     corpus = MeasuredCorpus.load(parts, folder, precedence)
     stay = (
         np.concatenate([np.empty(0, np.bool_), *map(protected, corpus.parts)])
@@ -371,7 +384,7 @@ def select_documents(
     key = key_of_corpus(corpus, to_plain(rules), mark)
     if finished_key(folder / SELECTION) == key:
         return Selection.load(folder / SELECTION)
-    found = find_duplicates(corpus, rules, folder / DUPLICATES, memory)
+    found = find_duplicates(corpus, rules, folder / DUPLICATES, memory, executor)
     selection = decide_removals(corpus, rules, found.identical, found.pairs, found.passages, stay)
     selection.write(folder / SELECTION, key)
     return selection

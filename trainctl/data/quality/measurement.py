@@ -23,15 +23,10 @@ wherever the words are, and documents that share fewer than `ANCHOR_WORDS` share
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b, sha256
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.registry import function_of, load_spec
+from trainctl.data.executors import Executor, ExecutorTask, require_results
+from trainctl.data.executors.local import INLINE
 from trainctl.data.permutation import splitmix64
 from trainctl.data.quality.batches import I64, U64, DocumentBatch, batches, run_starts
 from trainctl.data.quality.columns import (
@@ -46,10 +43,9 @@ from trainctl.data.quality.columns import (
     PartToMeasure,
     columns_folder,
     finished_key,
+    remove_leftovers,
 )
 from trainctl.data.quality.contamination import HeldOut
-from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.processes import die_with_parent
 
 U32 = npt.NDArray[np.uint32]
 
@@ -230,7 +226,7 @@ def measure_all(
     folder: Path,
     wanted: WantedColumns,
     *,
-    processes: int = 1,
+    executor: Executor = INLINE,
     done: Callable[[PartToMeasure], None] = lambda part: None,
 ) -> None:
     """Measure all parts that are not done yet.
@@ -239,49 +235,26 @@ def measure_all(
         folder: Folder of all columns; a part's are in `SOURCE/NAME/` below it.
 
     Raises:
-        TrainctlError: What reading a part or a user's function raises, or a process was killed
-            (exit code 4). Finished parts are kept.
+        TrainctlError: What reading a part or a user's function raises, or as `Executor.run`.
+            Finished parts are kept.
     """
-    work = partial(measure_part, folder=folder, wanted=wanted)
-    if processes == 1:
-        for part in parts:
-            work(part)
+    held_out = HeldOut.load(wanted.held_out) if wanted.held_out is not None else None
+    named = {f"{part.source}/{part.name}": part for part in parts}
+    keys = {name: _part_key(part, wanted, held_out) for name, part in named.items()}
+
+    def is_done(name: str) -> bool:
+        return finished_key(folder / name) == keys[name]
+
+    tasks = []
+    for name, part in named.items():
+        if is_done(name):
             done(part)
-        return
-    with (
-        _ignored_folder(),
-        ProcessPoolExecutor(
-            processes, get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),)
-        ) as pool,
-    ):
-        started = {pool.submit(work, part): part for part in parts}
-        try:
-            for future in as_completed(started):
-                future.result()
-                done(started[future])
-        except BrokenProcessPool:
-            raise TrainctlError(
-                "a process that judged documents was killed",
-                hint="start again: what it had finished is kept; fewer of them need less memory",
-                exit_code=ExitCode.environment,
-            ) from None
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-@contextmanager
-def _ignored_folder() -> Iterator[None]:
-    """Keep the pool's processes, which begin with `-c`, from importing from the current folder."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
         else:
-            os.environ["PYTHONSAFEPATH"] = before
+            tasks.append(ExecutorTask(name, partial(measure_part, part, folder, wanted), part.size))
+    executor.run(tasks, lambda task: done(named[task.name]))
+    require_results(executor, [task.name for task in tasks], is_done, folder)
+    for source in {part.source for part in parts}:
+        remove_leftovers(folder / source)
 
 
 def measure_part(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> None:
@@ -298,7 +271,8 @@ def measure_part(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> No
     characters = 0
     with ColumnWriter(target, key) as writer:
         for batch in _batches_or_empty(batches(part.read())):
-            writer.append(_basic_columns(batch))
+            number = np.array([entry.number for entry in batch.entries], dtype=np.int64)
+            writer.append({"number": number, "characters": batch.ends - batch.starts})
             if wanted.exact:
                 writer.append({"hash": text_hashes(batch)})
             if wanted.near:
@@ -325,11 +299,6 @@ def text_hashes(batch: DocumentBatch) -> npt.NDArray[np.uint64]:
         for entry in batch.entries
     )
     return np.frombuffer(b"".join(digests), dtype="<u8").reshape(len(batch), 2)
-
-
-def _basic_columns(batch: DocumentBatch) -> dict[str, npt.NDArray[Any]]:
-    number = np.array([entry.number for entry in batch.entries], dtype=np.int64)
-    return {"number": number, "characters": batch.ends - batch.starts}
 
 
 def _append_near(writer: ColumnWriter, batch: DocumentBatch) -> None:

@@ -248,10 +248,10 @@ def upload_corpus(
             "conversations cannot be read from elsewhere: their bins have documents of all shards",
             hint="trainctl data prepare without --to, on a disk that all nodes have",
         )
-    splits = {}
-    for name, split in (("train", corpus.train), ("held_out", corpus.held_out)):
-        ends = corpus.ends(split)
-        splits[name] = corpus.tokens(split), np.empty(0, "<u8") if ends is None else ends
+    splits = {
+        name: (corpus.tokens(split), corpus.ends(split))
+        for name, split in (("train", corpus.train), ("held_out", corpus.held_out))
+    }
     plain = replace(
         corpus,
         folder="",
@@ -313,7 +313,9 @@ class StreamedTokens:
                 last = min(stop, number * size + len(ids))
                 parts.append(ids[start - number * size : last - number * size].copy())
             start = last
-        return parts[0] if len(parts) == 1 else np.concatenate([self._nothing, *parts])
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([np.empty(0, self._record.dtype), *parts])
 
     def ends_of(self, number: int) -> npt.NDArray[np.int64]:
         """Return the document ends in a shard, in tokens of the split, ascending."""
@@ -334,10 +336,6 @@ class StreamedTokens:
     def ends(self) -> StreamedEnds:
         """Document ends of the split, read by shards."""
         return StreamedEnds(self)
-
-    @property
-    def _nothing(self) -> npt.NDArray[Any]:
-        return np.empty(0, self._record.dtype)
 
     @contextmanager
     def _shard(self, number: int) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -34,17 +34,12 @@ def leave_muon_uncompiled() -> None:
     compiler: a second of each rank's start. trainctl calls neither, because it has its own Muon.
     """
     compiled = compiler.compile
-    compiler.compile = _identity_decorator
+    compiler.compile = lambda: lambda function: function
     try:
         with suppress(ImportError):  # this version of DeepSpeed has no Muon
             import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:
         compiler.compile = compiled
-
-
-def _identity_decorator() -> Callable[[Any], Any]:
-    """Return a decorator that changes nothing, in place of `torch.compile`."""
-    return lambda function: function
 
 
 def copy_from_swap_buffers() -> None:

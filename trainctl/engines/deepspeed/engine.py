@@ -9,25 +9,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-import torch.nn.functional as F
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScalerBase
-from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainctl.config.schema import CompileKind, DataType
 from trainctl.engines.deepspeed.process_groups import model_parallel_unit, register_experts
+from trainctl.engines.deepspeed.sequence_attention import SequenceParallelAttention
 from trainctl.engines.deepspeed.wrapper_base import Wrapper
 from trainctl.engines.deepspeed.wrappers import wrapper_adapter
 from trainctl.engines.micro_batch import MicroBatch, StepSums
-from trainctl.engines.process import Process, ProcessMesh
+from trainctl.engines.process import Process
 from trainctl.engines.protocol import Engine, Job
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plans.settings import number_formats
@@ -54,15 +51,11 @@ class DeepSpeedLossScale:
         return float(self._scaler.cur_scale)
 
     def state(self) -> dict[str, float]:
-        """Return the values that `restore` takes; empty for a fixed scale."""
         if not isinstance(self._scaler, DynamicLossScaler):
             return {}
         return {name: float(getattr(self._scaler, name)) for name in _COUNTERS}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from a saved state. Nothing changes if the scale is fixed, or was when it was
-        saved.
-        """
         if isinstance(self._scaler, DynamicLossScaler) and state:
             # This launch may have a higher precision.min_loss_scale than the saved one.
             self._scaler.cur_scale = max(state["cur_scale"], float(self._scaler.min_scale))
@@ -111,66 +104,8 @@ def without_hooks(handles: Collection[RemovableHandle]) -> Iterator[None]:
             table.update(before[key])
 
 
-class SequenceParallelAttention:
-    """Attention over the whole sequence for models whose ranks hold parts of it.
-
-    DeepSpeed's Ulysses (arXiv:2309.14509; runtime/sequence_parallel/ulysses_sp.py) exchanges parts
-    of the sequence for heads around transformers' own attention function. transformers looks that
-    function up by name, so it is replaced in transformers' table while the engine lives.
-    """
-
-    def __init__(self, plan: RunPlan, mesh: ProcessMesh) -> None:
-        self._name = plan.config.model.attention.value
-        self._original = ALL_ATTENTION_FUNCTIONS[self._name]
-
-        @cache
-        def exchange(heads: int, kv_heads: int, width: int) -> UlyssesSPAttentionHF:
-            """Return the exchange for this tensor rank's heads, whose numbers may differ between
-            layers.
-            """
-            made = UlyssesSPAttentionHF(
-                attn=self._original,
-                batch_size=plan.batch.micro_batch_size,
-                attn_head_count=heads,
-                attn_head_size=width,
-                kv_head_count=kv_heads,
-                num_hidden_layers=plan.config.model.num_layers,
-                process_group=mesh.sequence.group,
-                seq_length_is_variable=True,
-            )
-            # `register_with_transformers` sets it too, but puts its own function into the table.
-            made.core_attn_implementation = self._name
-            return made
-
-        def attention(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: torch.Tensor | None,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            heads, width, own = query.shape[1], query.shape[-1], value.shape[-1]
-            # Values narrower than keys (latent attention) are padded with columns of zeros.
-            value = F.pad(value, (0, width - own))
-            # transformers' mask covers this rank's part only, so none is passed: the kernels are
-            # causal by themselves over the whole sequence.
-            output, weights = exchange(heads, key.shape[1], width)(
-                module, query, key, value, None, *args, **kwargs
-            )
-            # transformers' own attention functions return a dimension for the heads.
-            return output.unflatten(-1, (-1, width))[..., :own], weights
-
-        ALL_ATTENTION_FUNCTIONS[self._name] = attention
-
-    def close(self) -> None:
-        """Restore transformers' own function."""
-        ALL_ATTENTION_FUNCTIONS[self._name] = self._original
-
-
 class DeepSpeedEngine(Engine):
-    """Data, tensor and sequence parallelism, at any ZeRO stage.
+    """Data, tensor, sequence and context parallelism, at any ZeRO stage.
 
     Attributes:
         deepspeed: DeepSpeed's own engine.
@@ -183,10 +118,12 @@ class DeepSpeedEngine(Engine):
         super().__init__(job)
         plan, mesh = job.plan, job.mesh
         self._has_flash_attention = job.flash_attention
-        self._attention = SequenceParallelAttention(plan, mesh) if mesh.sequence.size > 1 else None
+        self._attention = None if mesh.part.is_whole else SequenceParallelAttention(plan, mesh)
         for parameter, piece in job.pieces.items():
-            # DeepSpeed's norm counts a parameter that is not split on one tensor rank only.
-            parameter.model_parallel = not (piece.shard.is_whole or piece.is_expert)
+            # DeepSpeed's norm counts a parameter that is not split on the first tensor rank only.
+            is_whole = piece.shard.is_whole or piece.is_expert
+            is_repeated = piece.gradient_parts > 1 and not piece.is_saved_here
+            parameter.model_parallel = not (is_whole or is_repeated)
         module = self._wrap(job)
         if mesh.expert.size > 1:
             register_experts(module, job)
@@ -273,14 +210,14 @@ class DeepSpeedEngine(Engine):
         return not self.deepspeed.was_step_applied()
 
     def output(self, batch: MicroBatch) -> torch.Tensor:
-        found: torch.Tensor = self.deepspeed(*self._arguments(batch))
-        return found
+        return self.deepspeed(*self._arguments(batch))
 
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
-        inputs, labels, _ = self._arguments(batch)
+        inputs, *_ = self._arguments(batch)
         scores = self.deepspeed(inputs)
-        position -= self.mesh.sequence.index * labels.shape[1]
-        return scores[0, position] if 0 <= position < labels.shape[1] else None
+        own = self.mesh.part.of(torch.arange(batch.labels.shape[1]).unsqueeze(0))
+        (found,) = (own[0] == position).nonzero(as_tuple=True)
+        return scores[0, int(found)] if len(found) else None
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -294,19 +231,17 @@ class DeepSpeedEngine(Engine):
         with deepspeed.zero.GatheredParameters(weights), without_hooks(hooks):
             yield
 
-    @property
-    def _part(self) -> tuple[int, int]:
-        """Index of this rank's part of every sequence, and the number of parts."""
-        return self.mesh.sequence.index, self.mesh.sequence.size
-
     def _arguments(self, batch: MicroBatch) -> tuple[dict[str, Any], torch.Tensor, dict[str, Any]]:
-        """Return the arguments of a model call for this rank's part of the batch, on its device."""
-        device = self._process.device
-        inputs = batch.model_inputs(
-            device, part=self._part, flash_attention=self._has_flash_attention
-        )
-        labels = self._on_device(batch.part(*self._part).labels)
-        return inputs, labels, self._objective_inputs(batch)
+        """Return the arguments of a model call for this rank's part of the batch, on its device.
+
+        Attention of all ranks is made ready for the batch.
+        """
+        device, part = self._process.device, self.mesh.part
+        inputs = batch.model_inputs(device, part=part, flash_attention=self._has_flash_attention)
+        own = batch.part(part)
+        if self._attention is not None:
+            self._attention.expect(batch)
+        return inputs, self._on_device(own.labels), self._objective_inputs(own)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._process.device, non_blocking=True)
@@ -315,7 +250,7 @@ class DeepSpeedEngine(Engine):
         self.deepspeed.destroy()
         if self._attention is not None:
             self._attention.close()
-        remove_swap_folder(self._plan)
+        remove_swap_folders(self._plan.deepspeed)
 
 
 class ZenFlowEngine(DeepSpeedEngine):
@@ -404,30 +339,22 @@ def with_own_swap_folder(plan: RunPlan, run: RunPaths, process: Process) -> RunP
     two runs that share a drive would overwrite each other's states. Files that a dead attempt left
     there are removed.
     """
-    if not _nvme_folders(plan.deepspeed):
+    if not _nvme_sections(plan.deepspeed):
         return plan
     digest = hashlib.sha256(str(run.root.resolve()).encode()).hexdigest()[:12]
     deepspeed = deepcopy(plan.deepspeed)
     for section in _nvme_sections(deepspeed):
         section["nvme_path"] = str(Path(section["nvme_path"]) / f"{run.root.name}-{digest}")
     if int(os.environ["LOCAL_RANK"]) == 0:
-        _remove_folders(deepspeed)
+        remove_swap_folders(deepspeed)
     process.barrier()
     return replace(plan, deepspeed=deepspeed)
 
 
-def remove_swap_folder(plan: RunPlan) -> None:
-    """Remove this run's swap files from this machine, once no rank uses them."""
-    _remove_folders(plan.deepspeed)
-
-
-def _remove_folders(deepspeed: dict[str, Any]) -> None:
-    for folder in _nvme_folders(deepspeed):
-        shutil.rmtree(folder, ignore_errors=True)  # other ranks remove the folder too
-
-
-def _nvme_folders(deepspeed: dict[str, Any]) -> set[str]:
-    return {section["nvme_path"] for section in _nvme_sections(deepspeed)}
+def remove_swap_folders(deepspeed: dict[str, Any]) -> None:
+    """Remove a run's swap files from this machine, once no rank uses them."""
+    for section in _nvme_sections(deepspeed):
+        shutil.rmtree(section["nvme_path"], ignore_errors=True)  # other ranks remove it too
 
 
 def _nvme_sections(deepspeed: dict[str, Any]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from datetime import timedelta
 
 import deepspeed
 import torch
@@ -12,51 +11,32 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from trainctl.engines import patch_checks as declared
-from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.deepspeed.engine import DeepSpeedEngine, ZenFlowEngine, with_own_swap_folder
 from trainctl.engines.deepspeed.partition import Partitioner
 from trainctl.engines.deepspeed.pipeline import PipelineEngine
-from trainctl.engines.process import (
-    Process,
-    ProcessMesh,
-    compute_deterministically,
-    joined_process,
-    rendezvous_arguments,
-)
+from trainctl.engines.process import Process, ProcessMesh, start_process
 from trainctl.engines.protocol import Engine, Job, MakeParameter
 from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths
-
-
-def start_process(plan: RunPlan) -> Process:
-    """Join the ranks that the agent started, using the environment that it set."""
-    declared.apply_patches(plan.config)
-    accelerator = get_accelerator()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    accelerator.set_device(local_rank)
-    if plan.config.training.deterministic:
-        compute_deterministically()
-    device = torch.device(accelerator.device_name(local_rank))
-    use_fp32_cpu_products(plan.config.precision, device)
-    timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
-    deepspeed.init_distributed(
-        dist_backend="gloo" if accelerator.device_name() == "cpu" else "nccl",
-        timeout=timeout,
-        **rendezvous_arguments(),
-    )
-    if accelerator.device_name() == "cpu":
-        # Without LOCAL_SIZE (ranks of a node), DeepSpeed starts a program that counts them at each
-        # reduction of ZeRO 3. It is set only now: set before `init_distributed`, it would make
-        # DeepSpeed open files in shared memory for an all-reduce that training does not use.
-        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return joined_process(device, timeout)
 
 
 class DeepSpeedBackend:
     """Entry point of the DeepSpeed engine (`trainctl.engines.protocol.EngineBackend`)."""
 
     def start_process(self, plan: RunPlan) -> Process:
-        return start_process(plan)
+        declared.apply_patches(plan.config)
+        accelerator = get_accelerator()
+        local_rank = int(os.environ["LOCAL_RANK"])
+        accelerator.set_device(local_rank)
+        device = torch.device(accelerator.device_name(local_rank))
+        process = start_process(plan, device, deepspeed.init_distributed)
+        if device.type == "cpu":
+            # Without LOCAL_SIZE (ranks of a node), DeepSpeed starts a program that counts them at
+            # each reduction of ZeRO 3. It is set only now: set before `init_distributed`, it would
+            # make DeepSpeed open files in shared memory for an all-reduce that training does not
+            # use.
+            os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return process
 
     def settle_plan(self, plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
         """Return the plan with a swap folder of its own, and set the log level of DeepSpeed."""

@@ -1,19 +1,20 @@
 """Training steps with DeepSpeed's pipeline engine, which sees one layer per stage.
 
-The schedule is 1F1B (arXiv:1806.03377).
+The schedule is 1F1B (arXiv:1806.03377), or DualPipeV (arXiv:2412.19437) with two layers per rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
@@ -22,7 +23,7 @@ from trainctl.engines.deepspeed.engine import DeepSpeedEngine
 from trainctl.engines.micro_batch import MicroBatch, StepSums
 from trainctl.engines.process import Axis, ProcessMesh
 from trainctl.engines.protocol import Job
-from trainctl.plans.types import Batch
+from trainctl.plans.types import Batch, RunPlan
 
 
 class _Stages(PipelineModule):
@@ -31,10 +32,11 @@ class _Stages(PipelineModule):
     Layers of other stages are placeholders on this rank.
     """
 
-    def __init__(self, stage: nn.Module, mesh: ProcessMesh, loss: Any, tied: Any) -> None:
+    def __init__(self, plan: RunPlan, stages: Any, mesh: ProcessMesh, loss: Any, tied: Any) -> None:
         self._tied: tuple[nn.Parameter, dist.ProcessGroup] | None = None
-        layers: list[Any] = [nn.Identity() for _ in mesh.pipeline.ranks]
-        layers[mesh.pipeline.index] = stage
+        layers: list[Any] = [nn.Identity() for _ in plan.stages]
+        for number, stage in zip(plan.stages_of(mesh.pipeline.index), stages, strict=True):
+            layers[number] = stage
         topology = PipeModelDataParallelTopology(
             num_pp=mesh.pipeline.size, num_mp=mesh.tensor.size, num_dp=mesh.data.size
         )
@@ -46,12 +48,39 @@ class _Stages(PipelineModule):
         return [] if self._tied is None else [self._tied]
 
 
+class _FoldedStages(_Stages, DualPipeVModule):
+    """Pipeline module with two layers per rank."""
+
+
+class _FoldedForward(schedule.PipeSchedule):
+    """Forward pass of one micro-batch through both stages of every rank.
+
+    DeepSpeed's own schedule takes no fewer than two micro-batches per rank.
+    """
+
+    def num_pipe_buffers(self) -> int:
+        return 2 * int(self.micro_batches)  # the engine finds labels by the micro-batches of a step
+
+    def steps(self) -> Iterator[list[Any]]:
+        ends = (0, self.stages - 1)
+        for phase, (start, end) in enumerate((ends, ends[::-1])):
+            where = {"buffer_id": phase * self.micro_batches}
+            if self.stage_id != start:
+                yield [schedule.RecvActivation(**where, phase=phase), schedule.CommitP2P()]
+            elif phase == 0:
+                yield [schedule.LoadMicroBatch(**where)]
+            yield [schedule.ForwardPass(**where, phase=phase)]
+            if self.stage_id != end:
+                yield [schedule.SendActivation(**where, phase=phase), schedule.CommitP2P()]
+
+
 class PipelineEngine(DeepSpeedEngine):
-    """A `DeepSpeedEngine` for a rank that holds one pipeline stage of the model."""
+    """A `DeepSpeedEngine` for a rank that holds one or two pipeline stages of the model."""
 
     def __init__(self, job: Job) -> None:
         self._pipeline = job.mesh.pipeline
-        self._stage: Any = job.module
+        stages: Any = job.module
+        self._stage = stages[-1]
         self._scale = 1.0
         self._sums = StepSums(job.process.device)
         super().__init__(job)
@@ -64,6 +93,15 @@ class PipelineEngine(DeepSpeedEngine):
             # The update comes later, when all ranks have seen that the loss is finite.
             schedule.OptimizerStep: lambda engine: None,
         }
+        if self._pipeline.is_folded:
+            self.deepspeed._inference_schedule = lambda _: _FoldedForward(
+                self.deepspeed.micro_batches, self._pipeline.size, self._pipeline.index
+            )
+
+    @property
+    def stage(self) -> int:
+        phase = self.deepspeed.module.active_phase if self._pipeline.is_folded else 0
+        return self._plan.stages_of(self._pipeline.index)[phase]
 
     def _timed(self, part: str, instruction: Callable[..., None]) -> Callable[..., None]:
         """Return the instruction, timed as a part of the step while training; an evaluation is
@@ -78,15 +116,16 @@ class PipelineEngine(DeepSpeedEngine):
         return execute
 
     def _wrap(self, job: Job) -> nn.Module:
-        tied = None
-        if job.plan.config.model.tie_word_embeddings:
+        tied, is_folded = None, self._pipeline.is_folded
+        if job.plan.config.model.tie_word_embeddings and not is_folded:
             group = tied_weight_group(self._pipeline, job.process.timeout)
             # DeepSpeed would look for the fp32 gradient of a frozen weight (pipe/engine.py).
             is_trained = job.tied is not None and job.tied.requires_grad
             tied = (job.tied, group) if group is not None and is_trained else None
         if job.tied is not None and self._pipeline.is_last:
             job.tied.ds_pipe_replicated = True  # the first stage counts it in the gradient's norm
-        return _Stages(job.module, job.mesh, self._loss_of, tied)
+        kind = _FoldedStages if is_folded else _Stages
+        return kind(job.plan, job.module, job.mesh, self._loss_of, tied)
 
     def _loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = self._stage.losses(logits, labels)
@@ -124,8 +163,7 @@ class PipelineEngine(DeepSpeedEngine):
         logits = self._forward(batch)
         if logits is None:
             return torch.zeros(())
-        loss: torch.Tensor = self._stage.losses(logits, self._on_device(batch.labels))
-        return loss
+        return self._stage.losses(logits, self._on_device(batch.labels))
 
     def _score(self, batch: MicroBatch) -> tuple[float, ...]:
         loss = float(self.output(batch))

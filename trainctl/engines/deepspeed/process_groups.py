@@ -8,6 +8,8 @@ all. ZeRO partitions them over the same smaller group.
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -19,60 +21,37 @@ from trainctl.engines.process import ProcessMesh
 from trainctl.engines.protocol import Job
 
 
-class ModelParallelUnit:
-    """A mesh without pipeline stages, with the methods that DeepSpeed calls (utils/groups.py).
+def model_parallel_unit(mesh: ProcessMesh) -> Any:
+    """Return the `mpu` of a mesh without pipeline stages, with the methods that DeepSpeed calls
+    (utils/groups.py); None if data parallelism is its only axis.
 
     It offers the replicas, but not the sequence axis alone. Given the sequence axis, DeepSpeed
     averages gradients over all replicas in some paths and over the data-parallel ranks in others
     (stage3.py, lines 1878 and 2279 against reduce_scatter_coalesced), and sends them in another
     format.
     """
-
-    def __init__(self, mesh: ProcessMesh) -> None:
-        self._mesh = mesh
-
-    def get_model_parallel_rank(self) -> int:
-        return self._mesh.tensor.index
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._mesh.tensor.size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.tensor.group
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self._mesh.data.index
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._mesh.data.size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.data.group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(self._mesh.data.ranks)
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return self._mesh.replicas.index
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return self._mesh.replicas.size
-
-    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.replicas.group
-
-
-def model_parallel_unit(mesh: ProcessMesh) -> ModelParallelUnit | None:
-    """Return the `mpu` of a mesh; None if data parallelism is its only axis."""
-    return None if mesh.is_data_only else ModelParallelUnit(mesh)
+    if mesh.is_data_only:
+        return None
+    unit = SimpleNamespace(get_data_parallel_group_ranks=lambda: list(mesh.data.ranks))
+    axes = {
+        "model_parallel": mesh.tensor,
+        "tensor_model_parallel": mesh.tensor,
+        "data_parallel": mesh.data,
+        "sequence_data_parallel": mesh.replicas,
+    }
+    for name, axis in axes.items():
+        setattr(unit, f"get_{name}_rank", partial(getattr, axis, "index"))
+        setattr(unit, f"get_{name}_world_size", partial(getattr, axis, "size"))
+        setattr(unit, f"get_{name}_group", partial(getattr, axis, "group"))
+    return unit
 
 
 _FAMILY = "autoep_expert"
 """ZeRO 3's name for parameters that it partitions over fewer replicas than the others."""
+
+
+_FROZEN = "frozen_experts"
+"""Name of the process groups where no parameter group has experts."""
 
 
 class _Marker(MoE):
@@ -102,19 +81,22 @@ def register_experts(module: nn.Module, job: Job) -> None:
         module: The module that DeepSpeed trains; it may get a child without parameters.
     """
     mesh = job.mesh
-    of_experts = [group for group in job.groups if group["moe"]]
-    for group in of_experts:
-        name = group["name"]
+    experts = [parameter for parameter, piece in job.pieces.items() if piece.is_expert]
+    named = {group["name"]: group["params"] for group in job.groups if group["moe"]}
+    # Frozen experts are in no group; DeepSpeed would broadcast them from the first replica.
+    default = next(iter(named), _FROZEN)
+    for name in {default, *named}:
         groups._EXPERT_PARALLEL_GROUP[name] = mesh.expert.group
         groups._EXPERT_PARALLEL_GROUP_RANKS[name] = list(mesh.expert.ranks)
         groups._EXPERT_DATA_PARALLEL_GROUP[name] = mesh.expert_replicas.group
         groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = list(mesh.expert_replicas.ranks)
-        for parameter in group["params"]:
-            parameter.allreduce = False
-            parameter.group_name = name
-            parameter.ds_zero_placement_family = _FAMILY
-            # Stage 3 averages parameters of several groups in one bucket, under one group name.
-            parameter.ds_zero_partition_group_name = of_experts[0]["name"]
+    names = {parameter: name for name, listed in named.items() for parameter in listed}
+    for parameter in experts:
+        parameter.allreduce = False
+        parameter.group_name = names.get(parameter, default)
+        parameter.ds_zero_placement_family = _FAMILY
+        # Stage 3 averages parameters of several groups in one bucket, under one group name.
+        parameter.ds_zero_partition_group_name = default
     # Stage 3 needs no marker and refuses it. DeepSpeed refuses a marker without expert parameters.
-    if of_experts and job.plan.config.zero_stage.stage < 3:
+    if named and job.plan.config.zero_stage.stage < 3:
         module.add_module("expert_marker", _Marker(mesh.expert.size))

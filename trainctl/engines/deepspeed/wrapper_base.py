@@ -106,8 +106,7 @@ class Wrapper(States):
 
     def _wrapped(self) -> Optimizer:
         """Return the optimizer that makes the update."""
-        inside: Optimizer = self._wrapper.optimizer
-        return inside
+        return self._wrapper.optimizer
 
     @abstractmethod
     def _masters(self) -> list[torch.Tensor]:

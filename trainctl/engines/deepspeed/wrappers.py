@@ -68,8 +68,7 @@ class Bf16OptimizerWrapper(_ByGroups):
         return list(self._wrapper.fp32_groups_flat_partition)
 
     def _parameter_groups(self) -> list[list[nn.Parameter]]:
-        groups: list[list[nn.Parameter]] = self._wrapper.bf16_groups
-        return groups
+        return self._wrapper.bf16_groups
 
     def _gradient(self, index: int) -> list[torch.Tensor]:
         return [self._wrapper.fp32_groups_gradient_flat_partition[index]]
@@ -94,8 +93,7 @@ class Stage1And2(_ByGroups):
         return list(self._wrapper.single_partition_of_fp32_groups)
 
     def _parameter_groups(self) -> list[list[nn.Parameter]]:
-        groups: list[list[nn.Parameter]] = self._wrapper.bit16_groups
-        return groups
+        return self._wrapper.bit16_groups
 
     def _gradient(self, index: int) -> list[torch.Tensor]:
         return gradient_parts(self._wrapper.averaged_gradients[index])
@@ -204,8 +202,7 @@ class UnwrappedOptimizer(Replicated):
     """Adapter of a torch optimizer without a wrapper, in fp32; clipping uses the trainer's norm."""
 
     def _wrapped(self) -> Optimizer:
-        bare: Optimizer = self._wrapper
-        return bare
+        return self._wrapper
 
     def _pairs(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         return [(p, p) for group in self.optimizer.param_groups for p in group["params"]]

@@ -3,6 +3,9 @@
 Shards are along the first dimension: a rank reads its own values only, and torch gathers the
 others. `fully_shard` splits the rows of a parameter as `torch.chunk` does: the last ranks may have
 fewer rows than the first, or none. So a shard is a range of the flattened parameter.
+
+With HSDP the ranks are groups that each hold all shards. Gradients are reduced within the group in
+each micro-batch, and their shards are summed over the groups once a step.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,16 +32,8 @@ from torch.optim import Optimizer
 
 from trainctl.config.schema import Accelerator
 from trainctl.engines import patch_checks as declared
-from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.micro_batch import MicroBatch, StepSums
-from trainctl.engines.process import (
-    Axis,
-    Process,
-    ProcessMesh,
-    compute_deterministically,
-    joined_process,
-    rendezvous_arguments,
-)
+from trainctl.engines.process import Axis, Process, ProcessMesh, start_process
 from trainctl.engines.protocol import CLIPPING_EPSILON, Change, Engine, Job, MakeParameter, States
 from trainctl.engines.shards import ElementRange, Fragment, ParameterPiece, Pieces, Read
 from trainctl.plans.fsdp2 import PREFIX
@@ -92,15 +86,6 @@ class Settings:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.pin_memory and device.type != "cpu")
 
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Return torch's optimizer over parameter groups, each of which has its own rate and
-        decay.
-        """
-        made: Optimizer = getattr(torch.optim, self.optimizer["type"])(
-            groups, **self.optimizer["params"]
-        )
-        return made
-
 
 def shard_rows(count: int, axis: Axis) -> range:
     """Return the rows of this rank's shard of a parameter with `count` rows."""
@@ -117,20 +102,20 @@ class ShardMaker:
     """Maker of this rank's shard of each parameter, in fp32: the tensor that the optimizer updates.
 
     Args:
-        replicas: The ranks over which parameters are sharded.
+        shards: The ranks over which parameters are sharded.
         place: The device of the shards.
     """
 
-    def __init__(self, replicas: Axis, place: torch.device) -> None:
-        self._replicas, self._place = replicas, place
+    def __init__(self, shards: Axis, place: torch.device) -> None:
+        self._shards, self._place = shards, place
 
     def __call__(self, meta: nn.Parameter, piece: ParameterPiece, read: Read) -> nn.Parameter:
         """Return the shard. It replaces the skeleton's parameter until `shard_model` wraps it in a
         DTensor.
         """
-        rows = shard_rows(meta.shape[0], self._replicas)
+        rows = shard_rows(meta.shape[0], self._shards)
         shard = torch.empty((len(rows), *meta.shape[1:]), dtype=torch.float32, device=self._place)
-        start = shard_start(meta.shape, self._replicas)
+        start = shard_start(meta.shape, self._shards)
         if shard.numel():
             shard.view(-1).copy_(read(start, start + shard.numel()))
         return nn.Parameter(shard, requires_grad=meta.requires_grad)
@@ -145,25 +130,12 @@ class ShardedParameter:
     parameter: nn.Parameter
     """The model's DTensor, whose local part is the shard. It receives the gradient."""
 
-    def take_gradient(self) -> None:
-        """Set the shard's gradient from the parameter's; zeros if the parameter has none."""
-        gradient = self.parameter.grad
-        if gradient is None:
-            self.shard.grad = torch.zeros_like(self.shard)
-        else:
-            assert isinstance(gradient, DTensor)
-            self.shard.grad = gradient.to_local()
-
-    def drop_gradient(self) -> None:
-        """Clear the gradient of the shard and of the parameter."""
-        self.shard.grad = self.parameter.grad = None
-
 
 def shard_model(
     module: nn.Module,
     blocks: Sequence[nn.Module],
     pieces: Pieces,
-    replicas: Axis,
+    ranks: ProcessMesh,
     settings: Settings,
     device: torch.device,
 ) -> tuple[list[FSDPModule], list[ShardedParameter]]:
@@ -175,13 +147,12 @@ def shard_model(
     Args:
         module: The model, whose parameters are this rank's shards.
         blocks: Modules in it that are gathered one at a time.
-        replicas: The ranks over which parameters are sharded.
         device: Device on which the model computes.
 
     Returns:
         The units, the whole model last, and the parameters in the order of `pieces`.
     """
-    mesh = DeviceMesh.from_group(replicas.group, device.type)
+    mesh = _device_mesh(ranks, device)
     units: list[FSDPModule] = []
     found: dict[nn.Parameter, nn.Parameter] = {}
     for unit in (*blocks, module):
@@ -216,6 +187,18 @@ def shard_model(
     return units, [ShardedParameter(shard, found[shard]) for shard in pieces]
 
 
+def _device_mesh(ranks: ProcessMesh, device: torch.device) -> DeviceMesh:
+    """Return the mesh for `fully_shard`: shards, or with HSDP (copies, shards)."""
+    if ranks.copies.size == 1:
+        return DeviceMesh.from_group(ranks.shards.group, device.type)
+    return DeviceMesh.from_group(
+        [ranks.copies.group, ranks.shards.group],
+        device.type,
+        mesh=torch.tensor(ranks.replicas.ranks).view(ranks.copies.size, ranks.shards.size),
+        mesh_dim_names=("copies", "shards"),
+    )
+
+
 def _parameter_places(unit: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Return each place of a parameter in a unit (module, name, parameter), without inner units."""
     return [
@@ -248,7 +231,6 @@ class Shards(States):
         parameters: All parameters that the model trains.
         units: Modules that gather the parameters.
         pieces: The piece of each shard.
-        replicas: The ranks over which parameters are sharded.
     """
 
     def __init__(
@@ -257,7 +239,7 @@ class Shards(States):
         parameters: Sequence[ShardedParameter],
         units: Sequence[FSDPModule],
         pieces: Pieces,
-        replicas: Axis,
+        mesh: ProcessMesh,
     ) -> None:
         self.optimizer = optimizer
         self._units, self._parameters = units, parameters
@@ -266,7 +248,12 @@ class Shards(States):
         self._groups = [groups[tensor] for tensor in self.tensors]
         self.fragments = [
             Fragment.of_piece(
-                pieces[shard], shard_start(pieces[shard].shape, replicas), shard.numel(), index, 0
+                pieces[shard],
+                shard_start(pieces[shard].shape, mesh.shards),
+                shard.numel(),
+                index,
+                0,
+                dealt=index % mesh.copies.size == mesh.copies.index,
             )
             for index, shard in enumerate(self.tensors)
             if shard.numel()
@@ -293,9 +280,11 @@ class Shards(States):
             change(ElementRange(fragment.name, None, start, fragment.numel), gradient)
 
     def take_gradients(self) -> None:
-        """Give the shards the gradients of the step's backward passes."""
+        """Set the shards' gradients from the parameters'; zeros if a parameter has none."""
         for each in self._parameters:
-            each.take_gradient()
+            gradient: Any = each.parameter.grad
+            has_none = gradient is None
+            each.shard.grad = torch.zeros_like(each.shard) if has_none else gradient.to_local()
 
     @torch.no_grad()
     def update(self, norm: float, limit: float | None) -> None:
@@ -310,9 +299,9 @@ class Shards(States):
         self.optimizer.step()
 
     def drop_gradients(self) -> None:
-        """Clear the gradients."""
+        """Clear the gradients of shards and parameters."""
         for each in self._parameters:
-            each.drop_gradient()
+            each.shard.grad = each.parameter.grad = None
 
 
 class Fsdp2Engine(Engine):
@@ -328,13 +317,15 @@ class Fsdp2Engine(Engine):
         super().__init__(job)
         self._settings = Settings.of(job.plan)
         self._has_flash_attention = job.flash_attention
-        replicas, device = job.mesh.replicas, job.process.device
         units, parameters = shard_model(
-            job.module, job.blocks, job.pieces, replicas, self._settings, device
+            job.module, job.blocks, job.pieces, job.mesh, self._settings, job.process.device
         )
         self._module, self._units, self._root = job.module, units, units[-1]
-        optimizer = job.optimizer or self._settings.make_optimizer(job.groups)
-        self.states = Shards(optimizer, parameters, units, job.pieces, replicas)
+        optimizer = job.optimizer
+        if optimizer is None:
+            own = self._settings.optimizer
+            optimizer = getattr(torch.optim, own["type"])(job.groups, **own["params"])
+        self.states = Shards(optimizer, parameters, units, job.pieces, job.mesh)
         self._norm: float | None = None
 
     @property
@@ -353,6 +344,8 @@ class Fsdp2Engine(Engine):
             is_last = index + 1 == len(batches)
             reduces = is_last or self._settings.reduce_every_micro_batch
             self._root.set_requires_gradient_sync(reduces)
+            # Gradients that wait for the sum over the groups would stay on the device.
+            self._root.set_requires_all_reduce(is_last or (reduces and self._settings.offload))
             with self.times.part("forward"):
                 loss = self.output(batch)
             with self.times.part("backward"):
@@ -376,8 +369,7 @@ class Fsdp2Engine(Engine):
         return self._norm
 
     def output(self, batch: MicroBatch) -> torch.Tensor:
-        found: torch.Tensor = self._module(*self._arguments(batch))
-        return found
+        return self._module(*self._arguments(batch))
 
     def scores_at(self, batch: MicroBatch, position: int) -> torch.Tensor | None:
         inputs, *_ = self._arguments(batch)
@@ -408,27 +400,16 @@ class Fsdp2Engine(Engine):
         self.states.copy_masters_to_parameters()
 
 
-def start_process(plan: RunPlan) -> Process:
-    """Join the ranks that the agent started, using the environment that it set."""
-    declared.apply_patches(plan.config)
-    device = torch.device("cpu")
-    if plan.hardware.accelerator is not Accelerator.cpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    if plan.config.training.deterministic:
-        compute_deterministically()
-    use_fp32_cpu_products(plan.config.precision, device)
-    timeout = timedelta(seconds=plan.config.launcher.communication_timeout_seconds)
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    dist.init_process_group(backend, timeout=timeout, **rendezvous_arguments())
-    return joined_process(device, timeout)
-
-
 class Fsdp2Backend:
     """Entry point of the FSDP2 engine (`trainctl.engines.protocol.EngineBackend`)."""
 
     def start_process(self, plan: RunPlan) -> Process:
-        return start_process(plan)
+        declared.apply_patches(plan.config)
+        device = torch.device("cpu")
+        if plan.hardware.accelerator is not Accelerator.cpu:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        return start_process(plan, device, dist.init_process_group)
 
     def settle_plan(self, plan: RunPlan, run: RunPaths, process: Process) -> RunPlan:
         """Return the plan unchanged: nothing in it depends on the machine."""
@@ -438,7 +419,7 @@ class Fsdp2Backend:
         self, plan: RunPlan, skeleton: nn.Module, device: torch.device, mesh: ProcessMesh
     ) -> MakeParameter | None:
         place = torch.device("cpu") if Settings.of(plan).offload else device
-        return ShardMaker(mesh.replicas, place)
+        return ShardMaker(mesh.shards, place)
 
     def build(self, job: Job) -> Engine:
         return Fsdp2Engine(job)

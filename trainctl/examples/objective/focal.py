@@ -24,4 +24,4 @@ def loss(config: FocalKeys, tokens: Any) -> Any:
     return losses, {"sure": (probability > 0.5).float()}
 
 
-SPEC = Objective(name="focal", keys=FocalKeys, build=loss, measures=("sure",))
+SPEC = Objective(name="focal", keys=FocalKeys, build=loss, whole_samples="", measures=("sure",))

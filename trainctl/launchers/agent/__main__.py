@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import NoReturn
@@ -41,12 +43,7 @@ from trainctl.runs.command import AttemptCommand, read_command
 from trainctl.runs.directory import read_plan
 from trainctl.runs.failures import Cause, host_oom_kills
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.processes import (
-    PARENT_VARIABLE,
-    SIGTERM_SAVES_VARIABLE,
-    RunTag,
-    die_with_parent,
-)
+from trainctl.runs.processes import PARENT_VARIABLE, SIGTERM_SAVES_VARIABLE, RunTag, die_with_parent
 from trainctl.runs.status import Heartbeat, Phase, State, read_status, write_status
 
 _early_sigterm: list[bool] = []
@@ -151,6 +148,7 @@ class Agent:
             port,
             file=self._attempt.store if is_file else None,
         )
+        rendezvous.announce(self._attempt.number)
         if command.prepare:
             self._prepare_corpus(plan, rendezvous, guard)
         return self._run_ranks(plan, command, rendezvous, guard, fork_server)
@@ -207,13 +205,14 @@ class Agent:
         code = 0
         oom_kills = host_oom_kills()
 
-        def on_failure(failed: RankExit | HungRank) -> None:
+        def on_failure(failed: RankExit | HungRank, alive: Mapping[int, int]) -> None:
             nonlocal code
             if isinstance(failed, RankExit):
                 code = self._records.write_rank_exit(
                     failed,
                     command,
                     host_oom_kills() - oom_kills,
+                    partial(hangs.ask_ranks, alive),
                     uses_trainctl_codes=plan.config.script is None,
                 )
             else:
@@ -224,6 +223,7 @@ class Agent:
             self._attempt,
             heartbeat_seconds=inf if command.is_users else launcher.heartbeat_seconds,
             slow_phase_seconds=inf if command.is_users else launcher.slow_phase_seconds,
+            world_size=len(command.nodes) * command.ranks_per_node,
         )
         # All nodes compile the same operators: node 0 reports them.
         operators = needed_operators(plan.config, plan.hardware) if is_first else ()

@@ -129,7 +129,7 @@ class SignalGuard:
                 if LEASE_END in received:
                     return signal.SIGTERM, ""
             else:
-                return signal.SIGTERM, f"has not been heard_at for {self._lease_seconds:.0f} s"
+                return signal.SIGTERM, f"has not been heard for {self._lease_seconds:.0f} s"
 
 
 def exit_now(code: int) -> NoReturn:

@@ -19,10 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainctl.errors import ExitCode
+from trainctl.launchers.agent.flight_records import RankState, find_stuck
 from trainctl.launchers.agent.guard import SignalGuard, terminate_with_builds
 from trainctl.launchers.agent.hang_detection import HangDetector, HungRank
 from trainctl.launchers.agent.rendezvous import NodeRendezvous
@@ -116,7 +117,7 @@ def watch_ranks(
     watch: HangDetector,
     look: Callable[[], None],
     grace_seconds: float,
-    on_failure: Callable[[RankExit | HungRank], None],
+    on_failure: Callable[[RankExit | HungRank, Mapping[int, int]], None],
 ) -> bool:
     """Wait until all ranks have ended. Return True if all of them succeeded.
 
@@ -124,25 +125,27 @@ def watch_ranks(
         look: Called again and again while ranks live.
         grace_seconds: Time between SIGTERM and SIGKILL for the ranks that outlive the first
             failure.
-        on_failure: Called at once with the first rank that fails, before the others are stopped.
+        on_failure: Called at once with the first rank that fails and the pids of those that live,
+            before these are stopped.
     """
     while True:
         codes = {rank: _return_code(pid) for rank, pid in pids.items()}
         # Check after reading the codes: a rank that the guard ended has not failed.
         guard.block_if_stopping()
+        alive = {rank: pids[rank] for rank, code in codes.items() if code is None}
         failed = [RankExit(rank, pids[rank], code) for rank, code in codes.items() if code]
         if failed:
             # Killed ranks first: their peers fail a moment later by a broken connection.
-            on_failure(min(failed, key=lambda ended: (ended.return_code > 0, ended.rank)))
+            first = min(failed, key=lambda ended: (ended.return_code > 0, ended.rank))
+            on_failure(first, alive)
             terminate_with_builds(tag, grace_seconds=grace_seconds)
             return False
-        alive = {rank: pids[rank] for rank, code in codes.items() if code is None}
         if not alive:
             return True
         look()
         hung = watch.find_hung(alive)
         if hung is not None:
-            on_failure(hung)
+            on_failure(hung, alive)
             terminate_with_builds(tag, grace_seconds=0)  # peers wait for it, and it may be stopped
             return False
         time.sleep(_LOOK_SECONDS)
@@ -235,11 +238,7 @@ class AgentRecords:
     def write_build(self, operator: str, seconds: float | None) -> None:
         """Record that an operator is being compiled, or that it was compiled in `seconds`."""
         self._write(
-            "build",
-            operator=operator,
-            seconds=seconds,
-            node=self._node,
-            host=socket.gethostname(),
+            "build", operator=operator, seconds=seconds, node=self._node, host=socket.gethostname()
         )
 
     def write_not_joined(self, seconds: float) -> None:
@@ -256,9 +255,19 @@ class AgentRecords:
         self._write("preempted", node=self._node, host=socket.gethostname())
 
     def write_rank_exit(
-        self, ended: RankExit, command: AttemptCommand, oom_kills: int, *, uses_trainctl_codes: bool
+        self,
+        ended: RankExit,
+        command: AttemptCommand,
+        oom_kills: int,
+        ask_ranks: Callable[[], Mapping[int, RankState]],
+        *,
+        uses_trainctl_codes: bool,
     ) -> int:
-        """Record the failed rank, or the rank behind its failure; return the launch's exit code."""
+        """Record the failed rank, or the rank behind its failure; return the launch's exit code.
+
+        Args:
+            ask_ranks: Returns what each rank is doing, for failures of a collective.
+        """
         rank, return_code = ended.rank, ended.return_code
         where: dict[str, Any] = {"pid": ended.pid}
         culprit = self._rank_behind(ended.rank, len(command.nodes) * command.ranks_per_node)
@@ -277,6 +286,12 @@ class AgentRecords:
         )
         cause = Cause(fields["cause"])
         code = exit_code(return_code, cause, uses_trainctl_codes=uses_trainctl_codes)
+        stuck = find_stuck(ask_ranks()) if cause.is_of_collective else None
+        if stuck is not None:
+            fields |= {
+                "message": f"{fields['message']}; {stuck.sentence}",
+                "collective": asdict(stuck),
+            }
         self.write_failure(code, rank=rank, **where, **fields)
         return code
 
@@ -290,6 +305,7 @@ class AgentRecords:
             cause=Cause.hung.value,
             message=hung.message,
             hint="the ranks' logs have the stacks of all that answered",
+            collective=hung.stuck and asdict(hung.stuck),
             log=str(self._attempt.rank_log(hung.rank)),
             log_tail=list(hung.details),
         )
@@ -313,6 +329,7 @@ class AgentRecords:
             "hint": "",
             "log": str(self._attempt.agent_log(self._node)),
             "log_tail": [],
+            "collective": None,
             **fields,
         }
         try:

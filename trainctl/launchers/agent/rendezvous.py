@@ -25,7 +25,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.hardware.binding import rank_processors
 from trainctl.hardware.builds import tools_path
 from trainctl.plans.types import RunPlan
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=300)
 _LOOK = timedelta(seconds=1)
+_JOIN_TRY_SECONDS = 5.0
 JOIN_SECONDS = 180.0
 """Longest time for ranks to import and load before they join; most take less than a minute."""
 _OTHERS_SECONDS = 300.0
@@ -92,6 +93,11 @@ class NodeRendezvous:
             assert port is not None
             self.port = port
             self._store = _connect_to_store(self.address, port)
+
+    def announce(self, attempt: int) -> None:
+        """Tell the programs of other nodes which attempt this is (`find_attempt`)."""
+        if self._store is not None and self.node == 0:
+            self._store.set(f"{self.run_id}/attempt", str(attempt))
 
     def mark(self, name: str) -> None:
         """Set a mark that other nodes can wait for."""
@@ -174,6 +180,29 @@ class JoinWatch:
             self._report(seconds)
 
 
+def find_attempt(run_id: str, address: str, port: int, patience_seconds: float) -> int:
+    """Return the number of the attempt that the first node's agent has begun.
+
+    A store answers only while that agent lives, so the number is never an earlier start's.
+
+    Raises:
+        TrainctlError: No store answers in time (exit code 4).
+    """
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            # The constructor itself tries again for as long as the store's timeout.
+            store = _connect_to_store(address, port, timedelta(seconds=_JOIN_TRY_SECONDS))
+            return int(store.get(f"{run_id}/attempt"))
+        except (TrainctlError, RuntimeError):
+            if time.monotonic() > deadline:
+                raise MachineError(
+                    f"the first node has begun no attempt in {patience_seconds:.0f} s: no store "
+                    f"answers at {address}:{port}",
+                    hint="its log tells; a firewall may close the port",
+                ) from None
+
+
 def _serve_store(address: str, listener: socket.socket) -> TCPStore:
     with gc_disabled():
         from torch.distributed import TCPStore
@@ -188,17 +217,16 @@ def _serve_store(address: str, listener: socket.socket) -> TCPStore:
     )
 
 
-def _connect_to_store(address: str, port: int) -> TCPStore:
+def _connect_to_store(address: str, port: int, timeout: timedelta = _STORE_TIMEOUT) -> TCPStore:
     with gc_disabled():
         from torch.distributed import TCPStore
 
     try:
-        return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
+        return TCPStore(address, port, is_master=False, timeout=timeout)
     except RuntimeError as error:
-        raise TrainctlError(
+        raise MachineError(
             f"the first node cannot be reached at {address}:{port}: {str(error).splitlines()[0]}",
             hint="its agent's log tells whether it started; a firewall may close the port",
-            exit_code=ExitCode.environment,
         ) from None
 
 
@@ -215,10 +243,9 @@ def _listen(address: str, port: int | None) -> socket.socket:
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
         listener.close()
-        raise TrainctlError(
+        raise MachineError(
             f"launcher.port={port} on {address or socket.gethostname()}: {error.strerror}",
             hint="launcher.port=null takes a free one",
-            exit_code=ExitCode.environment,
         ) from None
     return listener
 
@@ -231,6 +258,7 @@ _NODE_VARIABLES = (
     "OMPI_COMM_WORLD_RANK",  # mpirun of Open MPI
     "PMI_RANK",  # mpirun of MPICH
     "JOB_COMPLETION_INDEX",  # indexed job of Kubernetes
+    "SKYPILOT_NODE_RANK",
 )
 
 

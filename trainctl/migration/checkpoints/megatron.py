@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,19 +231,19 @@ class MegatronSource(Source):
         is_matrix = len(part.stored) > 1
         transpose = torch.t if is_gpt2 and is_matrix else None
         if name := _INNER.get(module, ("", ""))[is_gpt2]:
-            yield f"{name}.{leaf}", _with_pick(part, transpose)
+            yield f"{name}.{leaf}", replace(part, pick=transpose)
         elif module == "mlp.linear_fc1" and is_gpt2:
-            yield f"mlp.c_fc.{leaf}", _with_pick(part, transpose)
+            yield f"mlp.c_fc.{leaf}", replace(part, pick=transpose)
         elif module == "mlp.linear_fc1":
             half = (part.stored[0] // 2, *part.stored[1:])
             for index, name in enumerate(("gate_proj", "up_proj")):
                 start = part.start + index * math.prod(half)
                 yield f"mlp.{name}.{leaf}", _Part(key=part.key, start=start, stored=half)
         elif module == "self_attention.linear_qkv" and is_gpt2:
-            yield f"attn.c_attn.{leaf}", _with_pick(part, self._query_key_value)
+            yield f"attn.c_attn.{leaf}", replace(part, pick=self._query_key_value)
         elif module == "self_attention.linear_qkv":
             for index, name in enumerate(("q_proj", "k_proj", "v_proj")):
-                yield f"self_attn.{name}.{leaf}", _with_pick(part, self._picker(index))
+                yield f"self_attn.{name}.{leaf}", replace(part, pick=self._picker(index))
 
     def _picker(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda fused: self._split(fused)[index]
@@ -381,10 +381,6 @@ def _layers(key: str, shape: tuple[int, ...], number: str | None) -> Iterator[tu
     for layer in range(shape[0]):
         inner = shape[1:]
         yield layer, _Part(key=key, start=layer * math.prod(inner), stored=inner)
-
-
-def _with_pick(part: _Part, pick: Callable[[torch.Tensor], torch.Tensor] | None) -> _Part:
-    return _Part(key=part.key, start=part.start, stored=part.stored, pick=pick)
 
 
 def _common_step(optimizer: Any) -> float | None:

@@ -292,7 +292,7 @@ def _model_finding(path: Any) -> Finding:
 
 def _fewest_ranks(imported: ImportResult) -> int:
     ranks = 1
-    for axis in ("tensor", "pipeline", "sequence", "expert"):
+    for axis in ("tensor", "pipeline", "sequence", "context", "expert"):
         size = imported.settings.get(f"parallelism.{axis}")
         ranks *= size if isinstance(size, int) and size > 0 else 1
     return ranks

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.codec import to_plain
+from trainctl.config.codec import flatten, to_plain
 from trainctl.config.compose import compose
 from trainctl.config.json_file import read_json
 from trainctl.config.keys import as_override
@@ -19,8 +19,7 @@ from trainctl.config.schema import RunConfig, walk_leaves
 from trainctl.errors import TrainctlError
 from trainctl.migration.configs.import_values import RECOMPUTE, wanted_values
 from trainctl.migration.configs.result import ConvertedKeys, ImportResult, LeftOutKey
-from trainctl.plans.deepspeed import flatten
-from trainctl.plans.deepspeed_table import MIN_ONE_KEYS, TABLE, WORDS, Modes, at_least_one
+from trainctl.plans.deepspeed_table import CONDITIONS, MIN_ONE_KEYS, TABLE, Modes, at_least_one
 from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, is_whole
 from trainctl.rules.passed_keys import PASS_THROUGH_KEYS, entry_of, idle_reason, owner_of
 from trainctl.rules.registry import check_file
@@ -182,7 +181,7 @@ def _missing_requirement(name: str, config: RunConfig) -> str:
     """Return what a table key needs that the configuration lacks; empty if nothing."""
     modes = Modes.of(config)
     row = next((each for each in TABLE if each.key == name and not each.holds(modes)), None)
-    return "" if row is None else f"it needs {WORDS[row.when]}"
+    return "" if row is None else f"it needs {CONDITIONS[row.when][0]}"
 
 
 def _leaves(case: Case) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -52,6 +52,10 @@ class Conversion:
         entry = self.table.keys.get(name)
         return value if value is not None or entry is None else entry.default
 
+    def is_on(self, name: str) -> bool:
+        """Return True if the value of a key, or its default, is true."""
+        return self.get(name) is True
+
     def number(self, name: str) -> float | None:
         """Return the value of a key if it is a number, else its default; None without one."""
         value = self.get(name)
@@ -79,6 +83,35 @@ class Conversion:
         """Return True if the document sets the key, and not to null."""
         return self.leaves.get(self.name_of(name)) is not None
 
+    def keys_of(self, function: str, but: Container[str] = ()) -> list[str]:
+        """Return the document's keys, besides nulls, that a function of `conversions/` reads.
+
+        They are in the order of the table.
+
+        Args:
+            but: Names of the table that are left out.
+        """
+        names = list(self.table.keys)
+        found = [
+            key
+            for key, value in self.leaves.items()
+            if value is not None
+            and self.is_read(key)
+            and self.table.canonical(key) not in but
+            and (entry := self.table.entry(key)) is not None
+            and entry.convert == function
+        ]
+        return sorted(
+            found, key=lambda key: names.index(self.table.find(self.table.canonical(key)))
+        )
+
+    def unused_keys_of(self, function: str, but: Container[str] = ()) -> list[str]:
+        """Return those of `keys_of` that nothing has been set by and that are not left out."""
+        origins = self.converted.origins.values()
+        used = {name for names in origins for name in names}
+        used |= {each.key for each in self.converted.left_out}
+        return [key for key in self.keys_of(function, but) if key not in used]
+
     def name_of(self, name: str) -> str:
         """Return how the document writes a key of the table."""
         return self._names.get(name, name)
@@ -104,14 +137,23 @@ class Conversion:
         if given:
             self.converted.origins[ours] = given
 
+    def copy(self, ours: str, name: str) -> None:
+        """Set trainctl's key to the value of a key of the source, if the document gives that."""
+        if self.given(name):
+            self.set(ours, self.get(name), name)
+
     def leave(
-        self, name: str, reason: str, nearest: str = "", why: Why = Why.left, value: Any = None
+        self, name: str, reason: str = "", nearest: str = "", why: Why = Why.left, value: Any = None
     ) -> None:
         """Record a key of the source that is not carried over.
 
-        If the document does not have the key, what its default means is recorded.
+        If the document does not have the key, what its default means is recorded. Without a reason,
+        reason and nearest are the table's `left` and `nearest` of the key.
         """
         key = self.name_of(name)
+        value = self.get(name) if value is None else value
+        if not reason and (entry := self.table.entry(key)) is not None:
+            reason, nearest = entry.left.format(value=value), entry.nearest
         before = [each for each in self.converted.left_out if each.key == key]
         if before and before[0].value is not None:
             return
@@ -119,8 +161,12 @@ class Conversion:
             self.converted.left_out.remove(each)
         if key not in self.leaves:
             why = Why.default if why is Why.left else why
-        value = self.get(name) if value is None else value
         self.converted.leave(key, value, reason, nearest, why)
+
+    def ignore(self, reason: str, *names: str) -> None:
+        """Record those of the keys that the document gives as without effect here."""
+        for name in filter(self.given, names):
+            self.leave(name, reason, why=Why.ignored)
 
 
 def is_number(value: Any) -> bool:
@@ -217,7 +263,7 @@ def _apply(conversion: Conversion, key: str, value: Any, entry: TableEntry | Non
         leave(key, value, f"empty: {conversion.table.name}'s default holds", why=Why.ignored)
     elif entry.ignored:
         leave(key, value, entry.ignored, entry.nearest, Why.ignored)
-    elif entry.left:
+    elif entry.left and not entry.key:
         is_off = any(is_same(each, value) for each in entry.same)
         leave(key, value, entry.left, entry.nearest, Why.ignored if is_off else Why.left)
     else:
@@ -236,7 +282,8 @@ def _take(conversion: Conversion, key: str, entry: TableEntry, value: Any) -> No
         found = [ours for theirs, ours in entry.values.items() if is_same(theirs, value)]
         if not found:
             known = ", ".join(as_override(each) for each in entry.values)
-            converted.leave(key, value, f"{entry.key} has nothing for it", entry.nearest or known)
+            reason = entry.left.format(value=value) or f"{entry.key} has nothing for it"
+            converted.leave(key, value, reason, entry.nearest or known)
             return
         value = found[0]
     if isinstance(value, Mapping) and "left" in value:

@@ -21,7 +21,7 @@ An entry is a trainctl key or group, whose value is carried as it is, or a mappi
 | `values` | trainctl's value for each of theirs; `{left: …, nearest: …}` leaves one out |
 | `convert` | function of `conversions/`, which reads this key, perhaps with others |
 | `to` | with `convert`: trainctl keys and groups that the key says something about |
-| `left` | why the key is not carried over |
+| `left` | why the key, or beside `values` and `convert` some `{value}`, is not carried over |
 | `same` | with `left`: values that mean what trainctl does; by default false, 0 and empty |
 | `nearest` | the nearest that trainctl has: an override, or a sentence |
 | `ignored` | why the key has no effect here |
@@ -182,6 +182,7 @@ def detect(document: Mapping[str, Any], keys: set[str], *, file: str) -> str:
     if len(matching) == 1:
         return matching[0]
     known = (DEEPSPEED, *tool_names())
+    telling = (f"{tool}: {' and '.join(load_table(tool).looks_like[0])}" for tool in tool_names())
     shown = ", ".join(list(document)[:8]) or "no keys"
     if matching:
         raise TrainctlError(
@@ -191,9 +192,5 @@ def detect(document: Mapping[str, Any], keys: set[str], *, file: str) -> str:
     raise TrainctlError(
         f"{file} is the configuration of no program that is known: it has {shown}",
         hint=f"--from TOOL, one of {', '.join(known)}; each is recognised by its own keys, such "
-        f"as {'; '.join(f'{tool}: {_telling_keys(tool)}' for tool in tool_names())}",
+        f"as {'; '.join(telling)}",
     )
-
-
-def _telling_keys(tool: str) -> str:
-    return " and ".join(load_table(tool).looks_like[0])

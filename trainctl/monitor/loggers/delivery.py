@@ -15,7 +15,7 @@ from typing import Any
 from trainctl.config.codec import from_plain
 from trainctl.config.reading import open_file, read_json
 from trainctl.config.schema import RunConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.monitor import loggers
 from trainctl.options.logger import python_of
 from trainctl.runs.files import write_json
@@ -139,8 +139,7 @@ def read_cursor(path: Path) -> Cursor:
     except FileNotFoundError:
         return Cursor()
     except (OSError, ValueError) as error:
-        raise TrainctlError(
+        raise RunStateError(
             f"{path} cannot be read: {error}",
             hint="`trainctl runs sync --again` sends everything anew",
-            exit_code=ExitCode.run_state,
         ) from None

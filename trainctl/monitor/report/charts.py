@@ -11,15 +11,9 @@ from trainctl.plans.types import RunPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from trainctl.data.statistics import SourceStatistics
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
     from trainctl.data.mixture import DataPlan
+    from trainctl.data.statistics import SourceStatistics
 
 MOST_POINTS = 2000
 """Most points of a curve: more than a chart can show."""

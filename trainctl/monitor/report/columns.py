@@ -185,4 +185,9 @@ def pack_column(values: Numbers, *, exactly: bool = False) -> dict[str, Any]:
 
 def plain_numbers(values: Numbers) -> list[float | None]:
     """Return a column as a list; None where a number is not finite."""
-    return [float(value) if math.isfinite(value) else None for value in values]
+    return [finite_or_none(value) for value in values]
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return a number, or None if it is not finite: JSON has no NaN."""
+    return float(value) if value is not None and math.isfinite(value) else None

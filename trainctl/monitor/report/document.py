@@ -110,7 +110,7 @@ def report_document(
     """
     if most is None:
         most = max(LEAST_BUCKETS, BUCKETS // len(histories))
-    column = _pack_series if is_packed else _listed
+    column: Column = columns.pack_column if is_packed else lambda v, **_: columns.plain_numbers(v)
     now = time.time()
     found = [_Run(history, now=now, price=price) for history in histories]
     plans = [run.plan for run in found]
@@ -127,14 +127,6 @@ def report_document(
 
 
 Column = Callable[..., Any]
-
-
-def _pack_series(values: Numbers, *, exactly: bool = False) -> Any:
-    return columns.pack_column(values, exactly=exactly)
-
-
-def _listed(values: Numbers, *, exactly: bool = False) -> Any:
-    return columns.plain_numbers(values)
 
 
 class _Run:
@@ -191,15 +183,13 @@ class _Run:
                 for name in steps.names
                 if name not in NOT_SERIES
             },
-            "evaluations": _evaluations(history.evaluations, column),
-            "callbacks": [_callback(each, column) for each in history.callbacks.values()],
-            "branches": [_branch(branch, column) for branch in history.branches[-BRANCHES:]],
-            "branches_left_out": max(0, len(history.branches) - BRANCHES),
+            **self._other_curves(column),
             "marks": [mark.to_json() for mark in marks],
             "marks_left_out": left_out,
             "memory": memory_comparison(self.plan, history.memory),
             "layout": self._layout(),
-            **{"proofs": read_proofs(history.run), "rollouts": _rollouts(history.run)},
+            "proofs": read_proofs(history.run),
+            "rollouts": _rollouts(history.run),
             "account": account,
             "attempts": self._attempts(),
             "derived": [
@@ -207,6 +197,18 @@ class _Run:
                 for item in (self.plan.derived if self.plan else ())
             ],
             "provenance": self._provenance(),
+        }
+
+    def _other_curves(self, column: Column) -> dict[str, Any]:
+        """Return the curves of evaluations, of callbacks, and of steps that do not count."""
+        history, evaluations = self._history, self._history.evaluations
+        curves = _curves(evaluations, EVALUATION_BUCKETS, column)
+        callbacks = history.callbacks.values()
+        return {
+            "evaluations": {**curves, "best": _best(evaluations)},
+            "callbacks": [_curves(each, CALLBACK_BUCKETS, column) for each in callbacks],
+            "branches": [_branch(branch, column) for branch in history.branches[-BRANCHES:]],
+            "branches_left_out": max(0, len(history.branches) - BRANCHES),
         }
 
     def _mirror(self) -> str:
@@ -310,21 +312,10 @@ def _series(found: ReducedColumn, column: Column) -> dict[str, Any]:
     return {"mean": column(found.mean), "min": column(found.min), "max": column(found.max)}
 
 
-def _evaluations(found: GrowingColumns, column: Column) -> dict[str, Any]:
-    at = columns.bucket_edges(len(found), EVALUATION_BUCKETS)
+def _curves(found: GrowingColumns, most: int, column: Column) -> dict[str, Any]:
+    """Return the curves of all fields over the steps, in `most` buckets."""
+    at = columns.bucket_edges(len(found), most)
     names = [name for name in found.names if name not in ("step", "time")]
-    return {
-        "step": column(columns.last_of(found["step"], at), exactly=True),
-        "series": {
-            name: _series(columns.reduce_columns(found[name], at), column) for name in names
-        },
-        "best": _best(found),
-    }
-
-
-def _callback(found: GrowingColumns, column: Column) -> dict[str, Any]:
-    at = columns.bucket_edges(len(found), CALLBACK_BUCKETS)
-    names = [name for name in found.names if name != "step"]
     return {
         "step": column(columns.last_of(found["step"], at), exactly=True),
         "series": {
@@ -358,7 +349,7 @@ def report_rows(document: dict[str, Any]) -> Iterator[list[Any]]:
     """Yield the curves of an unpacked document as a table: its header, then a row per bucket."""
     names = dict.fromkeys(name for run in document["runs"] for name in run["series"])
     heads = ["run", "first_step", "last_step", "tokens", "hours"]
-    yield [*heads, *(f"{name}_{part}" for name in names for part in ("mean", "min", "max"))]
+    yield [*heads, *(f"{name}_{part}" for name in names for part in _PARTS)]
     for run in document["runs"]:
         axes, series = run["axes"], run["series"]
         for row, step in enumerate(axes["step"]):

@@ -176,26 +176,17 @@ MOST_CONFIGURATIONS = 12
 PANEL_INCHES = (3.8, 4.6)
 
 
-def save_memory_chart(budgets: Mapping[str, MemoryBudget], path: Path) -> None:
-    """Write a chart with a panel for each configuration.
-
-    Args:
-        budgets: Budgets by the title of their panel; at least one.
-        path: File to write; its suffix is the format: PNG, SVG or HTML.
+def memory_figure(budgets: Mapping[str, MemoryBudget]) -> Figure:
+    """Draw a panel for each budget, by its title: a bar per phase.
 
     Raises:
-        TrainctlError: There are too many configurations, or the file cannot be written.
+        TrainctlError: There are too many budgets for one chart.
     """
     if len(budgets) > MOST_CONFIGURATIONS:
         raise TrainctlError(
             f"{len(budgets)} configurations are too many for one chart",
             hint=f"at most {MOST_CONFIGURATIONS}",
         )
-    save_chart(lambda: memory_figure(budgets), path, title=f"Memory: {', '.join(budgets)}")
-
-
-def memory_figure(budgets: Mapping[str, MemoryBudget]) -> Figure:
-    """Draw a panel for each budget, by its title: a bar per phase."""
     parts = _parts([budget.worst_stage.moments for budget in budgets.values()])
     palette = colormaps["tab20"]
     colours = {name: palette(index) for index, name in enumerate(NAMES)}
@@ -294,20 +285,6 @@ def frontier(variants: Sequence[Variant]) -> list[Variant]:
         if not best or variant.seconds < best[-1].seconds:
             best.append(variant)
     return best
-
-
-def save_plan_chart(result: Search, path: Path) -> None:
-    """Write the chart of a search that found something.
-
-    Args:
-        path: File to write; its suffix is the format, as in `save_figure`.
-
-    Raises:
-        TrainctlError: Like `save_figure`.
-    """
-    name = result.found[0].plan.config.model.name
-    title = f"Plans of {name} on {result.hardware.name}"
-    save_chart(lambda: plan_figure(result), path, title=title)
 
 
 def plan_figure(result: Search) -> Figure:

@@ -216,12 +216,7 @@ STEP = (
 )
 """Fields of a `step` record that are single numbers."""
 
-PARTS = {
-    "seconds": "seconds",
-    "peak_bytes": "peak",
-    "objective": "objective",
-    "values": "values",
-}
+PARTS = {"seconds": "seconds", "peak_bytes": "peak", "objective": "objective", "values": "values"}
 """Fields that map names to numbers, with the prefix of the curve's name: `seconds/forward`."""
 
 _NAMES: dict[str, dict[str, str]] = {field: {} for field in PARTS}

@@ -20,11 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from trainctl import __version__
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError
 from trainctl.runs.files import write_bytes
-
-SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js")
-STYLES = ("uplot/uPlot.min.css", "page.css")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,58 +34,75 @@ class PageSource:
     """Pause between two requests."""
 
 
-def report_page(
-    document: Mapping[str, Any] | None = None, *, title: str, source: PageSource | None = None
-) -> str:
-    """Return the HTML of a page.
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Files of `trainctl/monitor/report/assets` that make up a page, within `shell.html`."""
 
-    Args:
-        document: Packed document of `trainctl.monitor.report.document`; None if the source has it.
-        title: Title until the page has its data.
-        source: Server for newer documents while the page is open.
-    """
-    (uplot, script), (uplot_css, css) = map(_assets, (SCRIPTS, STYLES))
-    filled = {
-        "title": html.escape(title),
-        "version": html.escape(__version__),
-        "policy": content_security_policy(has_source=source is not None),
-        "uplot_css": uplot_css,
-        "css": css,
-        "uplot": uplot,
-        "script": script,
-        "data": "" if document is None else _inline(document),
-        "source": "" if source is None else _inline(asdict(source)),
-    }
-    # In one pass, so that no inserted text is taken for a placeholder.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], asset("page.html"))
+    body: str
+    scripts: tuple[str, ...]
+    styles: tuple[str, ...]
+
+    def html(
+        self,
+        document: Mapping[str, Any] | None = None,
+        *,
+        title: str,
+        source: PageSource | None = None,
+    ) -> str:
+        """Return the HTML of the page.
+
+        Args:
+            document: Data of the page, as its server answers; None if the source has it.
+            title: Title until the page has its data.
+            source: Server for newer documents while the page is open.
+        """
+        filled = {
+            "title": html.escape(title),
+            "version": html.escape(__version__),
+            "policy": self.policy(has_source=source is not None),
+            "styles": "\n".join(f"<style>{asset(name)}</style>" for name in self.styles),
+            "scripts": "\n".join(f"<script>{asset(name)}</script>" for name in self.scripts),
+            "data": "" if document is None else _inline(document),
+            "source": "" if source is None else _inline(asdict(source)),
+        }
+        template = asset("shell.html").replace("{{body}}", asset(self.body))
+        # In one pass, so that no inserted text is taken for a placeholder.
+        return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], template)
+
+    def policy(self, *, has_source: bool) -> str:
+        """Return the content security policy, for the `meta` element or a server's header.
+
+        Args:
+            has_source: Permit requests to the page's server.
+        """
+        scripts, styles = (
+            " ".join(f"'sha256-{_digest(asset(name))}'" for name in names)
+            for names in (self.scripts, self.styles)
+        )
+        connect = "connect-src 'self'; " if has_source else ""
+        return (
+            f"default-src 'none'; script-src {scripts}; style-src {styles}; "
+            f"img-src data:; {connect}base-uri 'none'; form-action 'none'"
+        )
 
 
-def content_security_policy(*, has_source: bool) -> str:
-    """Return the content security policy, for the page's `meta` element or a server's header."""
-    return policy_of(SCRIPTS, STYLES, has_source=has_source)
+RUNS_PAGE = Page(
+    "page.html",
+    scripts=("uplot/uPlot.iife.min.js", "shared.js", "page.js"),
+    styles=("uplot/uPlot.min.css", "page.css"),
+)
+"""Page of some runs, for packed documents of `trainctl.monitor.report.document`."""
 
-
-def policy_of(scripts: tuple[str, ...], styles: tuple[str, ...], *, has_source: bool) -> str:
-    """Return the policy of a page with these assets; `has_source` permits asking its server."""
-    allowed_scripts, allowed_styles = (
-        " ".join(f"'sha256-{_digest(text)}'" for text in _assets(names))
-        for names in (scripts, styles)
-    )
-    connect = "connect-src 'self'; " if has_source else ""
-    return (
-        f"default-src 'none'; script-src {allowed_scripts}; style-src {allowed_styles}; "
-        f"img-src data:; {connect}base-uri 'none'; form-action 'none'"
-    )
+FOLDER_PAGE = Page(
+    "folder.html", scripts=("shared.js", "folder.js"), styles=("page.css", "folder.css")
+)
+"""Page of a folder of runs, for documents of `trainctl.monitor.report.runs_folder`."""
 
 
 @cache
 def asset(name: str) -> str:
     """Return the text of a file of `trainctl/monitor/report/assets`."""
     return files("trainctl.monitor.report").joinpath("assets", *name.split("/")).read_text("utf-8")
-
-
-def _assets(names: tuple[str, ...]) -> list[str]:
-    return [asset(name) for name in names]
 
 
 def _digest(text: str) -> str:
@@ -101,33 +115,6 @@ def _inline(value: Any) -> str:
     return text.replace("<", "\\u003c")
 
 
-FOLDER_SCRIPTS = ("folder.js",)
-FOLDER_STYLES = ("page.css", "folder.css")
-
-
-def folder_page(name: str, seconds: float) -> str:
-    """Return the HTML of the page.
-
-    Args:
-        seconds: Pause between two requests for newer data.
-    """
-    filled = {
-        "title": html.escape(name),
-        "version": html.escape(__version__),
-        "policy": folder_policy(),
-        "page_css": asset("page.css"),
-        "css": asset("folder.css"),
-        "script": asset("folder.js"),
-        "source": json.dumps({"url": "runs.json", "seconds": seconds}),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], asset("folder.html"))
-
-
-def folder_policy() -> str:
-    """Return the content security policy, for the page's `meta` element and the server's header."""
-    return policy_of(FOLDER_SCRIPTS, FOLDER_STYLES, has_source=True)
-
-
 def write_report(path: Path, text: str) -> None:
     """Write a report in any of its forms.
 
@@ -138,6 +125,4 @@ def write_report(path: Path, text: str) -> None:
         # Bytes of a path that are not UTF-8 become escapes, which JSON decodes to the same.
         write_bytes(path.absolute(), text.encode(errors="backslashreplace"))
     except OSError as error:
-        raise TrainctlError(
-            f"{path} cannot be written: {error.strerror}", exit_code=ExitCode.environment
-        ) from None
+        raise MachineError(f"{path} cannot be written: {error.strerror}") from None

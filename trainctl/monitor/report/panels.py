@@ -12,7 +12,7 @@ import numpy as np
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.memory.traced import known_traced_model
-from trainctl.monitor.report.columns import GrowingColumns
+from trainctl.monitor.report.columns import GrowingColumns, finite_or_none
 from trainctl.monitor.report.history import AttemptTimes, History
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand, read_command
@@ -67,7 +67,7 @@ def time_and_cost_of(
         "device_hours_to_come": hours_left,
         "steps_to_come": left,
         "seconds_to_come": seconds_left,
-        "tokens": _finite_or_none(steps.last("tokens")),
+        "tokens": finite_or_none(steps.last("tokens")),
         "tokens_to_come": _tokens_left(steps, left),
         "parts": _step_parts(steps),
     }
@@ -114,7 +114,7 @@ def _tokens_left(steps: GrowingColumns, left: int | None) -> float | None:
     tokens = steps["tokens"][-RECENT_STEPS:]
     if left is None or len(tokens) < 2:
         return None
-    return _finite_or_none(left * (tokens[-1] - tokens[0]) / (len(tokens) - 1))
+    return finite_or_none(left * (tokens[-1] - tokens[0]) / (len(tokens) - 1))
 
 
 def _step_parts(steps: GrowingColumns) -> dict[str, float]:
@@ -125,10 +125,6 @@ def _step_parts(steps: GrowingColumns) -> dict[str, float]:
     if total is not None:
         sums["other"] = max(0.0, total - sum(sums.values()))
     return sums
-
-
-def _finite_or_none(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 MEASURED_AS = {
@@ -198,7 +194,7 @@ def _budget(plan: RunPlan) -> MemoryBudget | None:
 MOST_RANKS = 1024
 """Most ranks that are listed; beyond that, only their number is shown."""
 
-AXES = ("data", "tensor", "sequence", "pipeline", "expert")
+AXES = ("data", "tensor", "sequence", "context", "pipeline", "expert")
 
 SHARDED_FROM = {"optimizer states": 1, "gradients": 2, "parameters": 3}
 """Tensors that data ranks shard, with the lowest ZeRO stage that does (arXiv:1910.02054, 5)."""
@@ -207,8 +203,8 @@ SHARDED_FROM = {"optimizer states": 1, "gradients": 2, "parameters": 3}
 def placement(plan: RunPlan, attempt: AttemptPaths) -> dict[str, Any]:
     """Return the mesh, the hosts, and the coordinates of each rank.
 
-    A rank's coordinates are `[node, data, tensor, sequence, stage]`. Tensor is the fastest axis,
-    then sequence, data and stage, as in `trainctl.plans.types.Mesh`.
+    A rank's coordinates are `[node, data, tensor, sequence, context, stage]`. Tensor is the fastest
+    axis, then sequence, context, data and stage, as in `trainctl.plans.types.Mesh`.
 
     Args:
         attempt: Attempt whose `command.json`, if it exists, names the hosts.
@@ -217,13 +213,13 @@ def placement(plan: RunPlan, attempt: AttemptPaths) -> dict[str, Any]:
     world = mesh.world_size
     per_node = max(1, world // plan.hardware.nodes)
     stage = plan.config.zero_stage.stage
-    shards = mesh.data * mesh.sequence
     ranks = []
     for rank in range(min(world, MOST_RANKS)):
         rest, tensor = divmod(rank, mesh.tensor)
         rest, sequence = divmod(rest, mesh.sequence)
+        rest, context = divmod(rest, mesh.context)
         pipeline, data = divmod(rest, mesh.data)
-        ranks.append([rank // per_node, data, tensor, sequence, pipeline])
+        ranks.append([rank // per_node, data, tensor, sequence, context, pipeline])
     return {
         "world_size": world,
         "mesh": {axis: getattr(mesh, axis) for axis in AXES},
@@ -234,8 +230,14 @@ def placement(plan: RunPlan, attempt: AttemptPaths) -> dict[str, Any]:
         "accelerator": plan.hardware.accelerator.value,
         "engine": plan.engine,
         "zero_stage": stage,
-        "shards": {name: shards if stage >= least else 1 for name, least in SHARDED_FROM.items()},
-        "blocks": [[part.start, part.stop] for part in plan.stages] or None,
+        "shards": {
+            name: plan.shard_ranks if stage >= least else 1 for name, least in SHARDED_FROM.items()
+        },
+        "blocks": [
+            [[part.start, part.stop] for part in map(plan.stages.__getitem__, plan.stages_of(rank))]
+            for rank in range(mesh.pipeline if plan.stages else 0)
+        ]
+        or None,
         "batch": {
             "global": batch.global_batch_size,
             "micro": batch.micro_batch_size,

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainctl.config.reading import read_json
 from trainctl.errors import TrainctlError
+from trainctl.monitor.report.columns import finite_or_none
 from trainctl.runs.directory import is_run, last_attempt
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import LOST, NEW, RunSummary, summarise_run
@@ -199,7 +200,9 @@ def _document(
     root: Path, rows: Sequence[FolderRow], keys: Sequence[str], *, is_sweep: bool
 ) -> dict[str, Any]:
     """Return the JSON document of the table."""
-    measure = "held-out loss" if any(_is_finite(row.held_out) for row in rows) else "loss"
+    measure = (
+        "held-out loss" if any(finite_or_none(row.held_out) is not None for row in rows) else "loss"
+    )
     results = {row.id: _result(row, measure) for row in rows}
     finite = {id: result for id, result in results.items() if result is not None}
     return {
@@ -225,11 +228,11 @@ def _row_json(row: FolderRow, keys: Sequence[str], result: float | None) -> dict
         "message": summary.message if summary else "",
         "step": summary.step if summary else None,
         "stop_step": summary.stop_step if summary else None,
-        "loss": _finite_or_none(summary.loss if summary else None),
+        "loss": finite_or_none(summary.loss if summary else None),
         "is_finite": summary is None or summary.loss is None or math.isfinite(summary.loss),
-        "held_out": _finite_or_none(row.held_out),
+        "held_out": finite_or_none(row.held_out),
         "result": result,
-        "tokens_per_second": _finite_or_none(row.tokens_per_second),
+        "tokens_per_second": finite_or_none(row.tokens_per_second),
         "attempt": summary.attempt if summary else None,
         "updated": summary.updated if summary else None,
     }
@@ -238,8 +241,8 @@ def _row_json(row: FolderRow, keys: Sequence[str], result: float | None) -> dict
 def _result(row: FolderRow, measure: str) -> float | None:
     """Return the number by which runs are compared."""
     if measure == "loss":
-        return _finite_or_none(row.summary.loss if row.summary else None)
-    return _finite_or_none(row.held_out)
+        return finite_or_none(row.summary.loss if row.summary else None)
+    return finite_or_none(row.held_out)
 
 
 def _number_in(event: Event | None, name: str) -> float | None:
@@ -247,12 +250,3 @@ def _number_in(event: Event | None, name: str) -> float | None:
         return None if event is None else number(event[name])
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def _finite_or_none(value: float | None) -> float | None:
-    """Return the number, or None if it is not finite: JSON has no NaN."""
-    return value if _is_finite(value) else None

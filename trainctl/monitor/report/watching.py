@@ -28,13 +28,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from trainctl.errors import TrainctlError
 from trainctl.monitor.report.document import report_document
 from trainctl.monitor.report.history import History
-from trainctl.monitor.report.page import (
-    PageSource,
-    content_security_policy,
-    folder_page,
-    folder_policy,
-    report_page,
-)
+from trainctl.monitor.report.page import FOLDER_PAGE, RUNS_PAGE, Page, PageSource
 from trainctl.monitor.report.runs_folder import RunsFolder
 from trainctl.runs.layout import RunPaths
 
@@ -51,8 +45,6 @@ FOLDER_POLL_SECONDS = 4.0
 
 MOST_OPEN = 24
 """Most pages whose runs are kept in memory: the last ones that were looked at."""
-
-_NO_FRAMES = "; frame-ancestors 'none'"
 
 
 class RunsPage:
@@ -71,9 +63,7 @@ class RunsPage:
 
     def html(self) -> Answer:
         """Return the page, which requests its data itself."""
-        text = report_page(title=self.title, source=PageSource("data.json", POLL_SECONDS))
-        policy = content_security_policy(has_source=True) + _NO_FRAMES
-        return Answer(_bytes(text), "text/html; charset=utf-8", policy=policy)
+        return Answer.page(RUNS_PAGE, self.title, PageSource("data.json", POLL_SECONDS))
 
     def data(self, after: str | None) -> Answer:
         """Return the newest document; 204 if its version is `after`."""
@@ -107,10 +97,7 @@ class WatchApp:
     """
 
     def __init__(
-        self,
-        runs: Sequence[RunPaths] = (),
-        folder: Path | None = None,
-        price: float | None = None,
+        self, runs: Sequence[RunPaths] = (), folder: Path | None = None, price: float | None = None
     ) -> None:
         self._price = price
         self._only = RunsPage(runs, price) if runs else None
@@ -126,9 +113,8 @@ class WatchApp:
         assert self._folder is not None
         folder = self._folder
         if path == "/":
-            text = folder_page(folder.root.name, FOLDER_POLL_SECONDS)
-            policy = folder_policy() + _NO_FRAMES
-            return Answer(_bytes(text), "text/html; charset=utf-8", policy=policy)
+            source = PageSource("runs.json", FOLDER_POLL_SECONDS)
+            return Answer.page(FOLDER_PAGE, folder.root.name, source)
         if path == "/runs.json":
             version, document = folder.look()
             if after == version:
@@ -196,6 +182,13 @@ class Answer:
     policy: str = NOTHING_ALLOWED
     """Content security policy of a page."""
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def page(cls, page: Page, title: str, source: PageSource) -> Answer:
+        """Return a page, which requests its data itself."""
+        policy = page.policy(has_source=True) + "; frame-ancestors 'none'"
+        text = page.html(title=title, source=source)
+        return cls(_bytes(text), "text/html; charset=utf-8", policy=policy)
 
     @classmethod
     def problem(cls, status: HTTPStatus, text: str, **headers: str) -> Answer:

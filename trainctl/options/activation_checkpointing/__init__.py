@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainctl.config.registry import Spec, load_spec, load_specs
+from trainctl.config.registry import Spec, load_specs, spec_lookup
 from trainctl.config.schema import ActivationCheckpointingConfig, RunConfig
 from trainctl.config.schema.option import option
 
@@ -50,15 +50,8 @@ class ActivationCheckpointing(Spec):
         return issubclass(self.keys, Recomputing)
 
 
-def checkpointing_of(section: ActivationCheckpointingConfig) -> ActivationCheckpointing:
-    """Return the specification of the configured activation checkpointing.
-
-    Raises:
-        TrainctlError: The package that provides it is not installed here.
-    """
-    spec = load_spec("activation_checkpointing", section.mode)
-    assert isinstance(spec, ActivationCheckpointing)
-    return spec
+checkpointing_of = spec_lookup(ActivationCheckpointingConfig, ActivationCheckpointing)
+"""Return the specification of the configured activation checkpointing."""
 
 
 def recomputing_section(config: RunConfig) -> Recomputing | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from trainctl.config.registry import Spec, load_spec
+from trainctl.config.registry import Spec, spec_lookup
 from trainctl.config.schema import AdapterConfig
 from trainctl.config.schema.option import option
 
@@ -39,8 +39,8 @@ class LowRank(AdapterConfig):
     )
     targets: list[str] = option(
         [],
-        "Linear layers of the blocks that get an adapter, by the ends of their names; empty: all "
-        "of them.",
+        "Linear layers and stacked experts of the blocks that get an adapter, by the ends of their "
+        "names; experts need two parts, as experts.down_proj. Empty: all linear layers.",
         example="[q_proj, v_proj]",
     )
     dropout: float = option(
@@ -85,15 +85,8 @@ class Adapter(Spec):
         return float(section.alpha / section.rank**self.rank_power)
 
 
-def spec_of(section: AdapterConfig) -> Adapter:
-    """Return the specification of the configured adapter.
-
-    Raises:
-        TrainctlError: The package that provides it is not installed here.
-    """
-    spec = load_spec("adapter", section.kind)
-    assert isinstance(spec, Adapter)
-    return spec
+spec_of = spec_lookup(AdapterConfig, Adapter)
+"""Return the specification of the configured adapter."""
 
 
 def low_rank(section: AdapterConfig) -> LowRank | None:

@@ -37,7 +37,7 @@ SPEC = CallbackSpec(
     limits=(
         *(
             only_value(f"parallelism.{axis}", 1, _PARTS)
-            for axis in ("tensor", "pipeline", "sequence", "expert")
+            for axis in ("tensor", "pipeline", "sequence", "context", "expert")
         ),
         only_value("engine.kind", "deepspeed", "reads gradients before they are summed over ranks"),
         only_value(

@@ -24,10 +24,7 @@ class TaskEvaluationConfig(CallbackConfig):
         example="[arc_easy, lambada_openai]",
     )
     every_steps: int | None = option(
-        None,
-        "Interval; null evaluates at each checkpoint.",
-        unit="optimizer steps",
-        minimum=1,
+        None, "Interval; null evaluates at each checkpoint.", unit="optimizer steps", minimum=1
     )
     include_path: str | None = option(
         None, "Folder with tasks of your own, in lm-eval's YAML.", local=True
@@ -59,6 +56,7 @@ SPEC = CallbackSpec(
     limits=(
         only_value("parallelism.pipeline", 1, "needs the whole model in one call"),
         only_value("parallelism.sequence", 1, "calls the model with whole texts"),
+        only_value("parallelism.context", 1, "calls the model with whole texts"),
         never_value(
             "kernels.compile",
             CompileKind.deepcompile,

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.registry import Spec, load_spec, section_class
+from trainctl.config.registry import Spec, section_class, spec_lookup
 from trainctl.config.schema import DataConfig, DataFromPaths, SourceConfig
 from trainctl.config.secrets import redact_text
 from trainctl.readers.check import FileProblem
@@ -109,15 +109,8 @@ class DataSource(Spec):
     """
 
 
-def spec_of(section: DataConfig) -> DataSource:
-    """Return the specification of the configured data source.
-
-    Raises:
-        TrainctlError: The package that provides it is not installed here.
-    """
-    spec = load_spec("data", section.kind)
-    assert isinstance(spec, DataSource)
-    return spec
+spec_of = spec_lookup(DataConfig, DataSource)
+"""Return the specification of the configured data source."""
 
 
 def read_section(plain: Mapping[str, Any]) -> DataConfig:

@@ -105,8 +105,7 @@ def _named_by(state: File, folder: str, by_name: dict[str, File]) -> list[File]:
     missing = [name for name in names if f"{folder}/{name}" not in by_name]
     if missing:
         raise TrainctlError(
-            f"{state} names {missing[0]}, which is not there",
-            hint="copy the whole folder",
+            f"{state} names {missing[0]}, which is not there", hint="copy the whole folder"
         )
     return [by_name[f"{folder}/{name}"] for name in names]
 

@@ -28,8 +28,7 @@ class CsvConfig(DataFromRecords):
     """Keys of CSV."""
 
     delimiter: str | None = option(
-        None,
-        "Field delimiter; none is a tab in .tsv files and a comma in others.",
+        None, "Field delimiter; none is a tab in .tsv files and a comma in others."
     )
 
 
@@ -102,10 +101,5 @@ def _column_index(header: list[str], file: File, key: str) -> int:
 
 
 SPEC = DataSource(
-    name="csv",
-    keys=CsvConfig,
-    build=read,
-    endings=(".csv", ".tsv"),
-    problem=problem,
-    is_plain=True,
+    name="csv", keys=CsvConfig, build=read, endings=(".csv", ".tsv"), problem=problem, is_plain=True
 )

@@ -159,9 +159,5 @@ def _members(
 
 
 SPEC = DataSource(
-    name="webdataset",
-    keys=WebDatasetConfig,
-    build=read,
-    endings=(".tar",),
-    problem=problem,
+    name="webdataset", keys=WebDatasetConfig, build=read, endings=(".tar",), problem=problem
 )

@@ -67,7 +67,7 @@ LIMITS = (
     ),
     *(
         only_value(f"parallelism.{axis}", 1, _DATA)
-        for axis in ("tensor", "pipeline", "sequence", "expert")
+        for axis in ("tensor", "pipeline", "sequence", "context", "expert")
     ),
     only_value(
         "model.num_experts", None, "has not been tried with mixtures of experts", "another model"

@@ -12,11 +12,7 @@ from trainctl.options.filter import Filter, FilterConfig, at_most
 class WordsConfig(FilterConfig):
     """The word list, and the accepted number of its words."""
 
-    file: str = option(
-        "",
-        "Text file with one word per line; case is ignored.",
-        example="bad.txt",
-    )
+    file: str = option("", "Text file with one word per line; case is ignored.", example="bad.txt")
     max_words: int | None = option(0, "Maximum number of listed words in a document.", minimum=0)
     max_share: float | None = option(
         None, "Maximum fraction of a document's words that are in the list.", minimum=0, maximum=1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from trainctl.config.registry import Spec, load_spec
+from trainctl.config.registry import Spec, spec_lookup
 from trainctl.config.schema import LauncherConfig, RunConfig
 
 FOR_SEVERAL_NODES = "slurm"
@@ -58,10 +58,21 @@ class Launcher(Spec):
     """Environment variable of the scheduler's jobs. Where it is set, a start submits nothing."""
     tool: str = ""
     """Program that submits a run to the scheduler."""
+    tool_hint: str = ""
+    """Sentence about how to install the program, if it need not be on a login node."""
     tool_in_job: str = ""
     """Program that starts processes inside a job."""
     cancel: str = ""
-    """Function that removes a `Job` from its queue, or ends it."""
+    """Function that removes a `SchedulerJob` from its queue, or ends it."""
+    node_command: str = ""
+    """Function that returns the `AttemptCommand` of an `AttemptRequest` where a controller starts
+    `trainctl.launchers.pod` on each node.
+    """
+    job_state: str = ""
+    """Function that returns what the scheduler calls the state of a `SchedulerJob`."""
+    job_log: str = ""
+    """Function that returns the output of a `SchedulerJob` as text, where the scheduler keeps it.
+    """
     after_job: str = ""
     """Function called with run, plan and exit code after a launch inside a job."""
     submit_sweep: str = ""
@@ -85,15 +96,8 @@ class Launcher(Spec):
         return bool(self.queue) and not self.is_in_job(environment)
 
 
-def spec_of(section: LauncherConfig) -> Launcher:
-    """Return the specification of the configured launcher.
-
-    Raises:
-        TrainctlError: The package that provides it is not installed here.
-    """
-    spec = load_spec("launcher", section.kind)
-    assert isinstance(spec, Launcher)
-    return spec
+spec_of = spec_lookup(LauncherConfig, Launcher)
+"""Return the specification of the configured launcher."""
 
 
 def section_of(config: RunConfig, keys: type[Keys]) -> Keys:

@@ -56,6 +56,7 @@ SPEC = Launcher(
     resolves_here=False,
     queue="Kubernetes",
     tool="kubectl",
+    node_command="trainctl.launchers.kubernetes:pod_command",
     cancel="trainctl.launchers.kubernetes:cancel",
     sweep_hint="launch the runs one by one, and let Kueue queue them (launcher.kubernetes_queue)",
 )

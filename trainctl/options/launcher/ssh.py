@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainctl.config.hosts import HOST_NAME_HINT, is_host_name, is_interface_name
-from trainctl.config.schema import LauncherConfig
 from trainctl.config.schema.option import option
 from trainctl.options.launcher import KeyProblem, Launcher
-
-RESTARTS = (lambda section: section.max_restarts > 0, "launcher.max_restarts above 0")
+from trainctl.options.launcher._elastic import ElasticConfig, check_min_nodes
 
 
 @dataclass
-class SshConfig(LauncherConfig):
+class SshConfig(ElasticConfig):
     """Keys of ssh."""
 
     hosts: list[str] = option([], "Host names to connect to, for ssh.")
@@ -55,19 +53,6 @@ class SshConfig(LauncherConfig):
         unit="seconds",
         minimum=3,
     )
-    min_nodes: int | None = option(
-        None,
-        "Minimum number of nodes to continue with after nodes are lost; none waits for all.",
-        minimum=1,
-        needs=RESTARTS,
-    )
-    node_wait_seconds: float = option(
-        600.0,
-        "Maximum time to wait for nodes before a restart.",
-        unit="seconds",
-        minimum=0,
-        needs=RESTARTS,
-    )
 
 
 def _check_host_keys(section: SshConfig, nodes: int) -> Iterator[KeyProblem]:
@@ -91,12 +76,7 @@ def _check_host_keys(section: SshConfig, nodes: int) -> Iterator[KeyProblem]:
             f"launcher.hosts names {len(section.hosts)} hosts, and the plan is for {nodes}",
             f"name {nodes} hosts, or hardware.nodes={len(section.hosts)}",
         )
-    if section.min_nodes is not None and section.min_nodes > nodes:
-        yield KeyProblem(
-            "launcher.min_nodes",
-            f"launcher.min_nodes={section.min_nodes}, and the plan is for {nodes}",
-            f"launcher.min_nodes={nodes} or less",
-        )
+    yield from check_min_nodes(section, nodes)
 
 
 def _check_host_names(section: SshConfig) -> Iterator[KeyProblem]:

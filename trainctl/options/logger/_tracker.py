@@ -8,7 +8,7 @@ whole curve, and the previous one is given up. So the tracker shows the last att
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -145,12 +145,3 @@ def _comparable_values(point: Point) -> object:
     return sorted(
         (name, repr(value)) for name, value in point.values.items() if name.startswith(_COMPARED)
     )
-
-
-def flatten_facts(about: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested facts as dotted names (`config.optimizer.lr`) and values; lists stay whole."""
-    for name, value in about.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten_facts(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainctl.config.codec import flatten
 from trainctl.config.schema.option import option
 from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point, markdown
-from trainctl.options.logger._tracker import Tracker, flatten_facts
+from trainctl.options.logger._tracker import Tracker
 
 RUN_TAG, BRANCH_TAG = "trainctl.run_id", "trainctl.branch"
 
@@ -72,7 +73,7 @@ class Server:
 
     def open(self, branch: int) -> int | None:
         found = self._runs(branch)
-        known = {mlflow_name(name): value for name, value in flatten_facts(self._followed.about)}
+        known = {mlflow_name(name): value for name, value in flatten(self._followed.about)}
         if found:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
@@ -164,9 +165,4 @@ def _in_parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
         yield items[begin : begin + size]
 
 
-SPEC = Logger(
-    name="mlflow",
-    keys=MlflowConfig,
-    build=build,
-    modules=("mlflow",),
-)
+SPEC = Logger(name="mlflow", keys=MlflowConfig, build=build, modules=("mlflow",))

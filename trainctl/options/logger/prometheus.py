@@ -97,8 +97,4 @@ def _number_text(value: float) -> str:
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
 
 
-SPEC = Logger(
-    name="prometheus",
-    keys=PrometheusConfig,
-    build=TextFile,
-)
+SPEC = Logger(name="prometheus", keys=PrometheusConfig, build=TextFile)

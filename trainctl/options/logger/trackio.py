@@ -14,9 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.codec import flatten
 from trainctl.config.schema.option import option
 from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point
-from trainctl.options.logger._tracker import Tracker, flatten_facts
+from trainctl.options.logger._tracker import Tracker
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Database:
 
         self._storage, self._run = SQLiteStorage, run
         self._project = run.keys.project
-        self._about = dict(flatten_facts(run.about))
+        self._about = dict(flatten(run.about))
         self._branch = 0
         self._newest: Point | None = None
 
@@ -96,9 +97,4 @@ class Database:
         )
 
 
-SPEC = Logger(
-    name="trackio",
-    keys=TrackioConfig,
-    build=build,
-    modules=("trackio",),
-)
+SPEC = Logger(name="trackio", keys=TrackioConfig, build=build, modules=("trackio",))

@@ -193,9 +193,4 @@ def _offline_folders(folder: Path, identity: str) -> list[Path]:
     return sorted(folder.glob(f"offline-run-*-{identity}*"))
 
 
-SPEC = Logger(
-    name="wandb",
-    keys=WandbConfig,
-    build=build,
-    modules=("wandb",),
-)
+SPEC = Logger(name="wandb", keys=WandbConfig, build=build, modules=("wandb",))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainctl.config.registry import Spec, load_spec, load_specs
+from trainctl.config.registry import Spec, load_specs, spec_lookup
 from trainctl.config.schema import ModelConfig
 
 
@@ -82,7 +82,7 @@ class Region:
     row_bias: bool = False
     """Whether `row` has a bias."""
     across_heads: tuple[str, ...] = ()
-    """Norms as wide as all heads of queries or of keys together."""
+    """Norms as wide as all heads of queries or of keys together, the queries' norm first."""
     values: tuple[str, ...] = ()
     """Parameters with one number for each head."""
     is_uneven: bool = False
@@ -133,7 +133,7 @@ SHAPE = {
 }
 """Keys of a model's shape, with their names in most configurations of transformers."""
 
-AXES = ("tensor", "pipeline", "sequence")
+AXES = ("tensor", "pipeline", "sequence", "context")
 """Axes of parallelism, besides data, that depend on a model's structure."""
 
 
@@ -221,15 +221,8 @@ class Family(Spec):
         return (self.embedding, self.positions) if self.positions else (self.embedding,)
 
 
-def spec_of(model: ModelConfig) -> Family:
-    """Return the family of a model configuration.
-
-    Raises:
-        TrainctlError: The package that provides the family is not installed here.
-    """
-    spec = load_spec("model", model.family)
-    assert isinstance(spec, Family)
-    return spec
+spec_of = spec_lookup(ModelConfig, Family)
+"""Return the family of a model configuration."""
 
 
 def families() -> tuple[Family, ...]:

@@ -8,7 +8,12 @@ from trainctl.options.model import Directory, Family, Region
 ATTENTION = Region("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj")
 GATED = Region("mlp", ("gate_proj", "up_proj"), "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
-PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+PLAIN = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+}
 
 SPEC = Family(
     name="llama",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainctl.config.registry import Spec, load_spec
+from trainctl.config.registry import Spec, spec_lookup
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.options.data import SampleKind
 
@@ -104,6 +104,11 @@ class Objective(Spec):
     the number of labels (or records) to the numbers that are recorded; None records means.
     """
 
+    whole_samples: str = "a rank sees a part of an answer alone"
+    """Reason why a rank needs whole samples. Empty if the loss of a token depends on that token and
+    its rows of the stored arrays alone, which are (samples, length, ...): then ranks of the
+    sequence and context axes compute it for their parts.
+    """
     hides_tokens: bool = False
     """Whether labels are tokens that were hidden in the input, not the next ones."""
 
@@ -144,12 +149,5 @@ class Objective(Spec):
         return {name: value / max(1.0, number) for name, value in named.items()}
 
 
-def objective_of(section: ObjectiveConfig) -> Objective:
-    """Return the specification of the configured objective.
-
-    Raises:
-        TrainctlError: The package that provides it is not installed here.
-    """
-    spec = load_spec("objective", section.kind)
-    assert isinstance(spec, Objective)
-    return spec
+objective_of = spec_lookup(ObjectiveConfig, Objective)
+"""Return the specification of the configured objective."""

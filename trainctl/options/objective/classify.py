@@ -94,4 +94,5 @@ SPEC = Objective(
     head=Head(outputs=lambda section: section.outputs, settings=settings),
     measures=measures,
     metrics=metrics,
+    whole_samples="a text's score is that of its last token",
 )

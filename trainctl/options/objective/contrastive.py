@@ -48,4 +48,5 @@ SPEC = Objective(
     build="trainctl.train.objectives.contrastive:embeddings",
     whole="trainctl.train.objectives.contrastive:contrastive",
     measures=("accuracy", "similarity"),
+    whole_samples="an embedding is of a whole text",
 )

@@ -94,5 +94,6 @@ SPEC = Objective(
     counts=TOKENS,
     reads=LOGITS,
     stored=(TEACHER,),
+    whole_samples="",
     measures=("divergence", "cross_entropy"),
 )

@@ -132,9 +132,7 @@ class GrpoConfig(RewardsConfig):
         above=0,
     )
     importance_cap: float = option(
-        2.0,
-        "Largest importance weight of a token, which corrects that difference.",
-        minimum=1,
+        2.0, "Largest importance weight of a token, which corrects that difference.", minimum=1
     )
 
 

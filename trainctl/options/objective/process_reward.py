@@ -16,4 +16,5 @@ SPEC = Objective(
     reads=SCORES,
     head=HEAD,
     measures=("accuracy", "probability", "label"),
+    whole_samples="a step's label is found by the number of steps before it",
 )

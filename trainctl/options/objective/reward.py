@@ -41,4 +41,5 @@ SPEC = Objective(
     reads=SCORES,
     head=HEAD,
     measures=REWARDS,
+    whole_samples="an answer's score is that of its last token",
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from trainctl.config.registry import Spec, load_spec
+from trainctl.config.registry import Spec, spec_lookup
 from trainctl.config.schema import OffloadDevice, OptimizerConfig
 from trainctl.config.schema.option import option
 
@@ -205,15 +205,8 @@ class Optimizer(Spec):
         return getattr(section, self.matrix_lr) if self.matrix_lr else None
 
 
-def spec_of(section: OptimizerConfig) -> Optimizer:
-    """Return the specification of the configured optimizer.
-
-    Raises:
-        TrainctlError: The package that provides it is not installed here.
-    """
-    spec = load_spec("optimizer", section.kind)
-    assert isinstance(spec, Optimizer)
-    return spec
+spec_of = spec_lookup(OptimizerConfig, Optimizer)
+"""Return the specification of the configured optimizer."""
 
 
 @dataclass

@@ -28,9 +28,7 @@ SPEC = Optimizer(
     deepspeed=OptimizerForm(
         type="Adam",
         parameters=ADAM,
-        fixed={
-            "adam_w_mode": (False, "optimizer.kind=adam: the decay is part of the gradient"),
-        },
+        fixed={"adam_w_mode": (False, "optimizer.kind=adam: the decay is part of the gradient")},
         has_torch_adam=True,
         is_zero_tested=True,
     ),

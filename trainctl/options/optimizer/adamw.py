@@ -26,10 +26,6 @@ SPEC = Optimizer(
     fused_by=Maker.torch,
     width_rule=WidthRule.adam,
     deepspeed=OptimizerForm(
-        type="AdamW",
-        also=("adam",),
-        parameters=ADAM,
-        has_torch_adam=True,
-        is_zero_tested=True,
+        type="AdamW", also=("adam",), parameters=ADAM, has_torch_adam=True, is_zero_tested=True
     ),
 )

@@ -22,11 +22,7 @@ SPEC = Optimizer(
     has_cpu_kernel=False,
     host_operator="",
     device_operator="fused_lamb",
-    why_not={
-        "cpu": NO_HOST_KERNEL,
-        "nvme": NO_SWAP,
-        "states": ROUNDED,
-    },
+    why_not={"cpu": NO_HOST_KERNEL, "nvme": NO_SWAP, "states": ROUNDED},
     # The step, made from the corrected first moment; norms are taken of fp64 copies.
     update=Update(moments=((8, 0), (4, 8)), by_tensor=True),
     all_reduces=1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.registry import Spec, load_spec
+from trainctl.config.registry import Spec, load_spec, spec_lookup
 from trainctl.config.schema import DataType, PrecisionConfig, RunConfig
 from trainctl.config.schema.option import option
 
@@ -91,15 +91,8 @@ class Precision(Spec):
         return tuple(name for name in self.instead if load_spec("precision", name).runs_on(device))
 
 
-def precision_of(section: PrecisionConfig) -> Precision:
-    """Return the specification of the configured compute format.
-
-    Raises:
-        TrainctlError: The package that provides it is not installed here.
-    """
-    spec = load_spec("precision", section.compute)
-    assert isinstance(spec, Precision)
-    return spec
+precision_of = spec_lookup(PrecisionConfig, Precision)
+"""Return the specification of the configured compute format."""
 
 
 def is_emulated(section: PrecisionConfig) -> bool:

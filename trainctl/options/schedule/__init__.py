@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from trainctl.config.registry import Spec, load_spec
+from trainctl.config.registry import Spec, spec_lookup
 from trainctl.config.schema import ScheduleConfig, ScheduleUnit
 from trainctl.config.schema.option import option
 
@@ -266,15 +266,8 @@ class Schedule(Spec):
     """Form in DeepSpeed's JSON; None if DeepSpeed has no such schedule."""
 
 
-def spec_of(section: ScheduleConfig) -> Schedule:
-    """Return the specification of the configured schedule.
-
-    Raises:
-        TrainctlError: The package that provides it is not installed here.
-    """
-    spec = load_spec("schedule", section.kind)
-    assert isinstance(spec, Schedule)
-    return spec
+spec_of = spec_lookup(ScheduleConfig, Schedule)
+"""Return the specification of the configured schedule."""
 
 
 def floor_ratio(section: ScheduleConfig) -> tuple[float, str]:

@@ -19,9 +19,5 @@ def shape(course: Course, step: int) -> float:
 
 
 SPEC = Schedule(
-    name="step",
-    keys=StepConfig,
-    shape=shape,
-    floor=WHOLE_DROPS,
-    in_unit=("step_every_tokens",),
+    name="step", keys=StepConfig, shape=shape, floor=WHOLE_DROPS, in_unit=("step_every_tokens",)
 )

@@ -7,20 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainctl.config.registry import Spec, load_spec
+from trainctl.config.registry import Spec, spec_lookup
 from trainctl.config.schema import TokenizerConfig, TokenizerFromPath
+from trainctl.config.suggest import words
 from trainctl.models.tokenizer_files import TokenizerFacts
 
-PUBLISHED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+PUBLISHED = words(
+    """
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
+    merges.txt vocab.txt tokenizer.model chat_template.jinja
+    """
 )
 """Tokenizer files that a transformers directory may have."""
 
@@ -54,15 +50,8 @@ class TokenizerSource(Spec):
     """Reason why an export has no tokenizer files, and the meaning of its ids."""
 
 
-def spec_of(section: TokenizerConfig) -> TokenizerSource:
-    """Return the specification of the configured tokenizer.
-
-    Raises:
-        TrainctlError: The package that provides it is not installed here.
-    """
-    spec = load_spec("tokenizer", section.kind)
-    assert isinstance(spec, TokenizerSource)
-    return spec
+spec_of = spec_lookup(TokenizerConfig, TokenizerSource)
+"""Return the specification of the configured tokenizer."""
 
 
 def tokenizer_facts(section: TokenizerConfig) -> TokenizerFacts:

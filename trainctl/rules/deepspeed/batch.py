@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainctl.config.suggest import nearest_names
+from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.plans.derive import choices, nearest_divisors, nearest_multiples
 from trainctl.rules.deepspeed.case import AUTO, Case, is_number, is_whole, json_text
 from trainctl.rules.deepspeed_schema import Arguments
@@ -253,10 +253,10 @@ def the_schedule_exists(case: Case) -> Iterator[Problem]:
     name = case.get(TYPE)
     known = [*case.schema.schedulers, *case.schema.torch_schedulers]
     if isinstance(name, str) and name not in known:
-        close = nearest_names(name, known, count=1)
         yield Problem(
             f"there is no schedule {json_text(name)}",
-            f"did you mean {close[0]}?" if close else f"one of {', '.join(case.schema.schedulers)}",
+            did_you_mean(nearest_names(name, known, count=1))
+            or f"one of {', '.join(case.schema.schedulers)}",
         )
 
 
@@ -282,8 +282,8 @@ def the_schedule_takes_its_parameters(case: Case) -> Iterator[Problem]:
     given = block["params"]
     for param in given:
         if param not in takes.names:
-            close = nearest_names(param, takes.names, count=1)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(takes.names)}"
+            hint = did_you_mean(nearest_names(param, takes.names, count=1))
+            hint = hint or f"it takes {', '.join(takes.names)}"
             yield Problem(f"{name} takes no {param}", hint, key=f"scheduler.params.{param}")
     for param in takes.required:
         if param not in given:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from trainctl.config.schema import Accelerator, ModelConfig
-from trainctl.config.suggest import nearest_names
+from trainctl.config.suggest import nearest_names, words
 from trainctl.rules.deepspeed_schema import Key, Path, Schema, load
 
 SWITCHES = {"true": True, "t": True, "yes": True, "y": True, "on": True, "1": True}
@@ -90,11 +90,6 @@ def outside(key: Key, value: Any) -> tuple[str, str] | None:
     if key.below is not None and value >= key.below:
         return f"{json_text(value)} is not below {key.below:g}", f"less than {key.below:g}"
     return None
-
-
-def words(text: str) -> list[str]:
-    """Split a text at whitespace; used for tables of keys in multi-line strings."""
-    return text.split()
 
 
 def is_number(value: Any) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 
-from trainctl.config.suggest import nearest_names
+from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.rules.deepspeed.case import AUTO, Case, is_number, json_text
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
@@ -29,11 +30,8 @@ def the_optimizer_exists(case: Case) -> Iterator[Problem]:
             f"{ONE_BIT[name.lower()]}, which sends whole gradients",
         )
         return
-    close = nearest_names(name, known, count=1)
-    yield Problem(
-        f"there is no optimizer {json_text(name)}",
-        f"did you mean {close[0]}?" if close else f"one of {', '.join(known)}",
-    )
+    hint = did_you_mean(nearest_names(name, known, count=1)) or f"one of {', '.join(known)}"
+    yield Problem(f"there is no optimizer {json_text(name)}", hint)
 
 
 @rule(
@@ -53,10 +51,10 @@ def the_optimizer_takes_its_parameters(case: Case) -> Iterator[Problem]:
     for name in case.params("optimizer"):
         if name in names or name == "max_grad_norm":
             continue
-        close = nearest_names(name, names, count=1)
+        hint = did_you_mean(nearest_names(name, names, count=1))
         yield Problem(
             f"{case.get('optimizer.type')} takes no {name}",
-            f"did you mean {close[0]}?" if close else f"it takes {', '.join(names)}",
+            hint or f"it takes {', '.join(names)}",
             key=f"optimizer.params.{name}",
         )
 
@@ -357,15 +355,11 @@ def _accepted_parameters(case: Case) -> tuple[str, ...] | None:
 def _check_number(key: str, value: object) -> Iterator[Problem]:
     name = key.rpartition(".")[2]
     if not is_number(value):
-        plain = ""
+        hint = ""
         if isinstance(value, str):
-            try:
-                plain = f"{float(value):g}, without quotes"
-            except ValueError:
-                plain = ""
-        yield Problem(
-            f"{name}={json_text(value)} is not a number", plain and f"write {plain}", key=key
-        )
+            with suppress(ValueError):
+                hint = f"write {float(value):g}, without quotes"
+        yield Problem(f"{name}={json_text(value)} is not a number", hint, key=key)
     elif value < 0:  # type: ignore[operator]
         yield Problem(f"{name}={json_text(value)} is below 0", "0 or more", key=key)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainctl.config.suggest import words
 from trainctl.plans.derive import choices, nearest_divisors
-from trainctl.rules.deepspeed.case import Case, is_number, json_text, words
+from trainctl.rules.deepspeed.case import Case, is_number, json_text
 from trainctl.rules.rule import LEFT_OUT, WARNING, Problem, rule
 
 ZERO = "zero_optimization"

@@ -5,6 +5,7 @@ from trainctl.rules.plan import (
     data,
     documents,
     engine,
+    executors,
     experts,
     kernels,
     layout,

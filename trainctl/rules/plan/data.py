@@ -19,7 +19,7 @@ from trainctl.plans.mixture import (
     batch_of_length,
     batches_of_length,
     exact_fraction,
-    sources_of,
+    keyed_sources,
     stage_end_step,
 )
 from trainctl.rules.plan.draft import Draft
@@ -105,8 +105,7 @@ def ids_are_no_text(draft: Draft) -> Iterator[Problem]:
     Fix: Leave them out; name fewer files to use less.
     """
     data = draft.config.data
-    for name, section in sources_of(data).items():
-        key = f"data.sources.{name}" if data.sources else "data"
+    for key, section in keyed_sources(data).items():
         if not spec_of(section).is_tokenized:
             continue
         kind = f"{key}.kind={section.kind}"
@@ -175,8 +174,7 @@ def infilling_has_its_tokens(draft: Draft) -> Iterator[Problem]:
     Fix: Use a tokenizer with such tokens in data.fim_tokens, or fim_rate=0.
     """
     data = draft.config.data
-    for name, section in sources_of(data).items():
-        key = f"data.sources.{name}" if data.sources else "data"
+    for key, section in keyed_sources(data).items():
         if not section.fim_rate:
             continue
         if len(set(section.fim_tokens)) != 3 or len(section.fim_tokens) != 3:
@@ -247,8 +245,7 @@ def stream_has_its_place(draft: Draft) -> Iterator[Problem]:
     Fix: Set data.url, and a larger cache_bytes or fewer shuffle_shards.
     """
     config, data = draft.config, draft.config.data
-    for name, section in sources_of(data).items():
-        key = f"data.sources.{name}" if data.sources else "data"
+    for key, section in keyed_sources(data).items():
         if not isinstance(section, StreamConfig):
             continue
         if not section.url:
@@ -386,9 +383,8 @@ def batches_keep_their_tokens(draft: Draft) -> Iterator[Problem]:
     Fix: Choose a length that divides, as the message names.
     """
     config, batches = draft.config, draft.batches
-    sections = sources_of(config.data).items()
-    windows = [n for n, s in sections if getattr(s, "shuffle_shards", None) is not None]
-    prefix = f"data.sources.{windows[0]}" if windows and config.data.sources else "data"
+    sections = keyed_sources(config.data).items()
+    windows = [key for key, s in sections if getattr(s, "shuffle_shards", None) is not None]
     lengths = [(f"data.stages[{n}]: ", s.sequence_length) for n, s in enumerate(config.data.stages)]
     for where, length in [("training.", config.training.sequence_length), *lengths]:
         if length is None:
@@ -397,7 +393,7 @@ def batches_keep_their_tokens(draft: Draft) -> Iterator[Problem]:
         if length > 1 and windows and SHARD_TOKENS % length:
             yield Problem(
                 f"{where}sequence_length={length} does not divide a shard of {SHARD_TOKENS} "
-                f"tokens, and {prefix}.shuffle_shards needs that",
+                f"tokens, and {windows[0]}.shuffle_shards needs that",
                 f"nearest legal: {1 << (length.bit_length() - 1)} or {1 << length.bit_length()}",
                 key=key,
             )
@@ -409,10 +405,12 @@ def batches_keep_their_tokens(draft: Draft) -> Iterator[Problem]:
                 f"{config.model.max_position_embeddings}",
                 key=key,
             )
-        elif length % config.parallelism.sequence:
+        elif length % config.parallelism.sequence_multiple:
+            axes = config.parallelism
+            context = f" x parallelism.context={axes.context}" if axes.context > 1 else ""
             yield Problem(
                 f"{where}sequence_length={length} is not divided by parallelism.sequence="
-                f"{config.parallelism.sequence}",
+                f"{axes.sequence}{context}",
                 key=key,
             )
         elif batches is not None and batches_of_length(batches, length) is None:
@@ -450,7 +448,7 @@ def lengths_suit_the_engine(draft: Draft) -> Iterator[Problem]:
                 "kernels.compile=none, or one length",
                 key="kernels.compile",
             )
-        shards = config.parallelism.sequence * config.parallelism.tensor
+        shards = config.parallelism.sequence_multiple * config.parallelism.tensor
         if config.parallelism.sequence_sharded_norms and length % shards:
             yield Problem(
                 f"{what} is not a multiple of {shards}, over which "
@@ -458,7 +456,7 @@ def lengths_suit_the_engine(draft: Draft) -> Iterator[Problem]:
                 choices(nearest_multiples(length, shards), "sequence_length"),
             )
         spec = precision_of(config.precision)
-        tokens = batch.micro_batch_size * length // config.parallelism.sequence
+        tokens = batch.micro_batch_size * length // config.parallelism.sequence_parts
         if spec.product_bytes is not None and tokens % spec.multiple:
             yield Problem(
                 f"{what}: {tokens} tokens in a forward pass with precision.compute={spec.name}, "

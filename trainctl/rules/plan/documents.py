@@ -7,9 +7,10 @@ from typing import Any
 
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, Packing
+from trainctl.config.suggest import words
 from trainctl.options.data import spec_of
 from trainctl.options.filter import Filter
-from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
+from trainctl.plans.mixture import keyed_sources, sources_of
 from trainctl.readers.quality import (
     HELD_OUT,
     decontamination_sections,
@@ -99,7 +100,7 @@ def filters_keep_something(draft: Draft) -> Iterator[Problem]:
 
     Fix: Set the key that the message names.
     """
-    for where, section in _sections(draft.config.data):
+    for where, section in keyed_sources(draft.config.data).items():
         for name, keys in filters_of(section).items():
             spec = load_spec("filter", name)
             key = f"{where}.filters.{name}"
@@ -154,7 +155,7 @@ def chosen_documents_are_whole(draft: Draft) -> Iterator[Problem]:
                 f"data.decontaminate looks for texts, and {section.paths[0]} has ids",
                 "name the texts that they were made of",
             )
-    for where, section in _sections(data):
+    for where, section in keyed_sources(data).items():
         has_ids = spec_of(section).is_tokenized or spec_of(section).is_prepared
         if has_ids and (section.filters or not data.sources):
             key = f"{where}.filters" if section.filters else asked
@@ -170,14 +171,6 @@ def chosen_documents_are_whole(draft: Draft) -> Iterator[Problem]:
                 f"leave {where}.max_bytes out, or {asked}",
                 key=f"{where}.max_bytes",
             )
-
-
-def _sections(data: DataConfig) -> Iterator[tuple[str, DataConfig]]:
-    for name, section in sources_of(data).items():
-        yield (
-            ("data" if name == SINGLE_SOURCE and not data.sources else f"data.sources.{name}"),
-            section,
-        )
 
 
 def _holds_out(section: DataConfig) -> bool:
@@ -199,15 +192,11 @@ def _crossed(key: str, spec: Filter, keys: Any) -> Iterator[Problem]:
                     )
 
 
-_RESERVED_ARGUMENTS = (
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversations",
-    "documents",
-    "messages",
-    "return_assistant_tokens_mask",
-    "tools",
+_RESERVED_ARGUMENTS = words(
+    """
+    add_generation_prompt chat_template continue_final_message conversations documents messages
+    return_assistant_tokens_mask tools
+    """
 )
 """Arguments that transformers' chat rendering takes itself, or passes to every template."""
 
@@ -229,10 +218,9 @@ def conversations_are_whole(draft: Draft) -> Iterator[Problem]:
     Fix: Use data.packing=best_fit, and no data.separator.
     """
     data = draft.config.data
-    for name, section in sources_of(data).items():
+    for key, section in keyed_sources(data).items():
         if not spec_of(section).encoder or data.factory is not None:
             continue
-        key = f"data.sources.{name}" if data.sources else "data"
         kind = f"{key}.kind={section.kind}"
         if data.packing is not Packing.best_fit:
             yield Problem(
@@ -300,8 +288,7 @@ def template_arguments_are_its_own(draft: Draft) -> Iterator[Problem]:
     Fix: Give only what the template itself asks for, such as enable_thinking.
     """
     data = draft.config.data
-    for name, section in sources_of(data).items():
-        key = f"data.sources.{name}" if data.sources else "data"
+    for key, section in keyed_sources(data).items():
         for argument in getattr(section, "template_arguments", {}):
             if argument in _RESERVED_ARGUMENTS or argument.endswith("_token"):
                 yield Problem(

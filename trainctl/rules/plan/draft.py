@@ -8,15 +8,14 @@ from fnmatch import fnmatch
 from functools import cached_property
 from typing import Any
 
-from trainctl.config.codec import to_plain
+from trainctl.config.codec import flatten, to_plain, value_at
 from trainctl.config.derived import DerivedValue
 from trainctl.config.keys import as_written
 from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.hardware import Hardware
 from trainctl.options.engine import engine_of
-from trainctl.options.limits import Limit, value_of
-from trainctl.plans.deepspeed import flatten
+from trainctl.options.limits import Limit
 from trainctl.plans.types import Batch, Batches, Mesh
 from trainctl.rules.deepspeed.case import Case
 from trainctl.rules.passed_keys import CONFIG_KEYS, plan_json_case
@@ -58,10 +57,22 @@ def values_outside_limits(
     """
     for limit in limits:
         if not limit.holds(config):
-            value = to_plain(value_of(config, limit.key))
+            value = to_plain(value_at(config, limit.key))
             inside = flatten(value, f"{limit.key}.") if isinstance(value, dict) else ()
             for key, each in inside or [(limit.key, value)]:
                 yield key, as_written(each), limit
+
+
+def limit_problems(
+    config: RunConfig, limits: Iterable[Limit], beside: str, instead: str
+) -> Iterator[Problem]:
+    """Yield a problem for each value that is not within its limit.
+
+    `beside` is the setting that has the limits, and `instead` the setting without them.
+    """
+    for key, value, limit in values_outside_limits(config, limits):
+        message = f"{key}={value} with {beside}: {limit.why}"
+        yield Problem(message, f"{limit.nearest}, or {instead}", key=key)
 
 
 def json_problems(draft: Draft, rule: Rule[Case]) -> Iterator[Problem]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from trainctl.config.codec import flatten
 from trainctl.config.derived import DerivedValue
 from trainctl.config.registry import load_spec
 from trainctl.config.sections import callbacks_of
 from trainctl.options.engine import engine_of
-from trainctl.plans.deepspeed import flatten
 from trainctl.rules.deepspeed import keys
 from trainctl.rules.deepspeed.case import Case
 from trainctl.rules.passed_keys import (
@@ -37,7 +37,7 @@ def engine_supports_settings(draft: Draft) -> Iterator[Problem]:
     for key, value, limit in values_outside_limits(draft.config, spec.limits):
         yield Problem(
             f"{key}={value}: engine.kind={spec.name} {limit.why}",
-            f"{limit.nearest}, or engine=deepspeed",
+            limit.nearest if spec.takes_json else f"{limit.nearest}, or engine=deepspeed",
             key=key,
         )
 

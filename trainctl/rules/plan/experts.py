@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
+from trainctl.config.codec import value_at
 from trainctl.config.schema import CompileKind, OffloadDevice, RunConfig
-from trainctl.options.limits import Limit, only_value, value_of
+from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.optimizer import ELEMENT, spec_of
 from trainctl.plans.derive import choices, nearest_divisors
 from trainctl.plans.settings import auxiliary_loss
 from trainctl.plans.shapes import anatomy
-from trainctl.rules.plan.draft import Draft, values_outside_limits
+from trainctl.rules.plan.draft import Draft, limit_problems
 from trainctl.rules.rule import WARNING, Problem, rule
 
 KEY = "parallelism.expert"
@@ -21,8 +22,9 @@ KEY = "parallelism.expert"
 def experts_are_shared_out(draft: Draft) -> Iterator[Problem]:
     """The expert axis divides the experts and the data-parallel ranks.
 
-    Each rank of the expert axis keeps some experts whole and sends tokens to the others. Without
-    experts there is nothing to share out, and an uneven share would leave ranks waiting.
+    Each rank of the expert axis, and each of its tensor ranks, keeps some experts whole and sends
+    tokens to the others. Without experts there is nothing to share out, and an uneven share would
+    leave ranks waiting.
 
     Fix: Set parallelism.expert=1 for a dense model; otherwise choose a size that divides the
     experts and the data-parallel ranks.
@@ -43,40 +45,37 @@ def experts_are_shared_out(draft: Draft) -> Iterator[Problem]:
         )
         return
     data, count = draft.mesh.data if draft.mesh is not None else 0, model.num_experts or 1
+    tensor = draft.config.parallelism.tensor
+    beside = f" over {tensor} tensor ranks each" if tensor > 1 else ""
     for whole, what in (
         (data, f"the data-parallel size {data}"),
-        (count, f"the model's {count} experts"),
+        (count / tensor, f"the model's {count} experts{beside}"),
     ):
         if whole % expert:
-            nearest = nearest_divisors(gcd(data, count), expert)
+            shared = 1 if count % tensor else count // tensor
+            nearest = nearest_divisors(gcd(data, shared), expert)
             yield Problem(f"{KEY}={expert} does not divide {what}", choices(nearest, KEY))
 
 
 @rule(
     "TC390",
     "*",
-    situation="A model with 8 experts, `parallelism.expert=2 parallelism.tensor=2`",
-    message="parallelism.tensor=2 with parallelism.expert=2: a shard of a parameter is cut along "
-    "one dimension, and experts are along theirs",
+    situation="A model with 8 experts, `parallelism.expert=2 parallelism.sequence=2`",
+    message="parallelism.sequence=2 with parallelism.expert=2: it has not been compared with one "
+    "process",
 )
 def expert_axis_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
     """The expert axis is combined only with settings it was verified with.
 
-    A layout counts as supported when its losses were those of one process. Experts beside some axes
-    were not, or cannot be: a shard would have to be cut along two dimensions.
+    A layout counts as supported when its losses were those of one process.
 
-    Fix: Set the other axis to 1, or parallelism.expert=1.
+    Fix: Use the value that the message names, or parallelism.expert=1.
     """
     config = draft.config
     expert = config.parallelism.expert
     if expert == 1 or not config.trains_itself:
         return
-    for key, value, limit in values_outside_limits(config, LIMITS):
-        yield Problem(
-            f"{key}={value} with {KEY}={expert}: {limit.why}",
-            f"{limit.nearest}, or {KEY}=1",
-            key=key,
-        )
+    yield from limit_problems(config, LIMITS, f"{KEY}={expert}", f"{KEY}=1")
     optimizer = spec_of(config.optimizer)
     if optimizer.needs != ELEMENT:
         yield Problem(
@@ -134,7 +133,7 @@ def balance_is_that_of_whole_sequences(draft: Draft) -> Iterator[Problem]:
     losses = {"auxiliary_loss": auxiliary_loss(config), "z_loss": config.experts.z_loss}
     if not config.trains_itself or not _has_experts(config):
         return
-    axes = ("tensor", "sequence", "pipeline")
+    axes = ("tensor", "sequence", "context", "pipeline")
     beside = next((axis for axis in axes if getattr(config.parallelism, axis) > 1), None)
     for name, weight in losses.items():
         if weight > 0 and beside is not None:
@@ -198,23 +197,18 @@ def _needed_below_3(name: str) -> Limit:
     key = f"zero_stage.{name}"
     return Limit(
         key=key,
-        holds=lambda config: config.zero_stage.stage not in (1, 2) or value_of(config, key),
+        holds=lambda config: config.zero_stage.stage not in (1, 2) or value_at(config, key),
         why="DeepSpeed averages the gradients of experts with it alone",
         nearest=f"{key}=true",
     )
 
 
 _UNSHOWN = "it has not been compared with one process"
-_NORMS = "DeepSpeed takes the norms of what it offloads itself, over all replicas"
 _GROUPS = "its groups are made for parameters that all replicas have"
 
 LIMITS = (
-    only_value(
-        "parallelism.tensor",
-        1,
-        "a shard of a parameter is cut along one dimension, and experts are along theirs",
-    ),
     only_value("parallelism.sequence", 1, _UNSHOWN),
+    only_value("parallelism.context", 1, _UNSHOWN),
     only_value("precision.autocast", False, _UNSHOWN, "precision=bf16"),
     Limit(
         key="precision.compute",
@@ -224,8 +218,11 @@ LIMITS = (
         why=_UNSHOWN,
         nearest="precision=bf16",
     ),
-    only_value("offload.optimizer", OffloadDevice.none, _NORMS, "offload=none"),
-    only_value("offload.parameters", OffloadDevice.none, _NORMS, "offload=none"),
+    never_value("offload.optimizer", OffloadDevice.nvme, _UNSHOWN, "offload.optimizer=cpu"),
+    never_value("offload.parameters", OffloadDevice.nvme, _UNSHOWN, "offload.parameters=cpu"),
+    only_value("offload.ratio", 1, _UNSHOWN),
+    only_value("offload.zenflow", False, _UNSHOWN),
+    only_value("offload.super_offload", False, _UNSHOWN),
     only_value(
         "zero_stage.hpz_partition_size",
         1,

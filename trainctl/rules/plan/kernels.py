@@ -14,7 +14,7 @@ from trainctl.config.schema import (
 )
 from trainctl.models.anatomy import parse_anatomy
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputing_section
-from trainctl.options.model import architecture, families
+from trainctl.options.model import AXES, architecture, families
 from trainctl.plans.settings import DETERMINISTIC_VARIABLES
 from trainctl.plans.shapes import FEED_FORWARD
 from trainctl.rules.plan.draft import Draft
@@ -118,7 +118,7 @@ def tiles_are_of_dense_layers(draft: Draft) -> Iterator[Problem]:
     for why in _why_not_tiled(config):
         yield Problem(f"{key}={tiles}: {why}", f"{key}=1")
     if draft.batch is not None:
-        share = -(-draft.batch.sequence_length // max(config.parallelism.sequence, 1))
+        share = -(-draft.batch.sequence_length // config.parallelism.sequence_parts)
         tokens = draft.batch.micro_batch_size * share
         if tokens < tiles:
             yield Problem(f"{key}={tiles}: a rank's micro-batch has {tokens} tokens", f"{key}=1")
@@ -159,7 +159,7 @@ def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Problem]:
     """torch.compile gets blocks that it can trace.
 
     torch.compile makes one graph of a block. Inside it no operation is chosen for recomputation,
-    and Ulysses' exchanges cannot be traced.
+    and the exchanges of Ulysses and of ring attention cannot be traced.
 
     Fix: Use activation_checkpointing=full beside it, or kernels.compile=none.
     """
@@ -168,7 +168,7 @@ def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Problem]:
         return
     key, axes = "kernels.compile", config.parallelism
     yield from _compiled_as_it_is_kept(config, f"activation_checkpointing=full, or {key}=none")
-    for axis in ("tensor", "sequence"):
+    for axis in ("tensor", "sequence", "context"):
         if getattr(axes, axis) > 1:
             yield Problem(
                 f"{key}=blocks with parallelism.{axis}={getattr(axes, axis)}: the blocks "
@@ -219,7 +219,7 @@ def deepcompile_runs_here(draft: Draft) -> Iterator[Problem]:
             f"{key}=deepcompile at ZeRO stage {stage}: {aborts if stage else falls_back}",
             f"zero_stage=3, or {key}=blocks",
         )
-    for axis in ("tensor", "pipeline", "sequence"):
+    for axis in AXES:
         if getattr(axes, axis) > 1:
             yield Problem(
                 f"{key}=deepcompile knows data parallelism only, and parallelism.{axis}="

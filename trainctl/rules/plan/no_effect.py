@@ -51,11 +51,7 @@ def _has_a_limit(config: RunConfig) -> bool:
 DEEPSPEED = "engine=deepspeed"
 
 NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
-    (
-        ("model.path",),
-        lambda c: c.model.is_directory or c.model.model_type is not None,
-        "model=hf",
-    ),
+    (("model.path",), lambda c: c.model.is_directory or c.model.model_type is not None, "model=hf"),
     (
         (
             "model.attention",
@@ -71,13 +67,14 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         lambda c: not c.model.is_module,
         "a model of transformers: a module has arguments of its own, model.arguments",
     ),
+    (("model.mup_base_width", "model.mup_base_head_dim"), lambda c: c.model.mup, "model.mup=true"),
     (
-        ("model.mup_base_width", "model.mup_base_head_dim"),
-        lambda c: c.model.mup,
-        "model.mup=true",
-    ),
-    (
-        ("experts.auxiliary_loss", "experts.z_loss", "experts.bias_update_rate"),
+        (
+            "experts.auxiliary_loss",
+            "experts.z_loss",
+            "experts.bias_update_rate",
+            "experts.expected_load",
+        ),
         lambda c: (c.model.num_experts or 1) > 1 or c.model.factory is not None,
         "a model with experts",
     ),
@@ -114,11 +111,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         lambda c: c.trains_itself,
         "trainctl's trainer: a program of your own does this itself",
     ),
-    (
-        ("logging.deepspeed_level",),
-        lambda c: engine_of(c).takes_json,
-        DEEPSPEED,
-    ),
+    (("logging.deepspeed_level",), lambda c: engine_of(c).takes_json, DEEPSPEED),
     (
         ("zero_stage.overlap_comm",),
         lambda c: c.zero_stage.stage >= 1 and c.parallelism.pipeline == 1,
@@ -145,7 +138,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "an optimizer in memory: what is on NVMe is not copied, but written while training waits",
     ),
     (
-        ("parallelism.stage_blocks",),
+        ("parallelism.stage_blocks", "parallelism.pipeline_schedule"),
         lambda c: c.parallelism.pipeline > 1,
         "parallelism.pipeline above 1",
     ),
@@ -154,11 +147,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         lambda c: c.parallelism.tensor > 1,
         "parallelism.tensor above 1",
     ),
-    (
-        ("parallelism.pipeline_partition",),
-        lambda c: c.parallelism.pipeline > 1,
-        "pipeline stages",
-    ),
+    (("parallelism.pipeline_partition",), lambda c: c.parallelism.pipeline > 1, "pipeline stages"),
     (
         ("kernels.chunk_tokens",),
         lambda c: c.kernels.cross_entropy is CrossEntropyKind.chunked,
@@ -215,11 +204,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         lambda c: bool(c.logging.alerts.urls or c.logging.alerts.command),
         "logging.alerts.urls or logging.alerts.command",
     ),
-    (
-        ("logging.profile_ranks",),
-        lambda c: bool(c.logging.profile_steps),
-        "logging.profile_steps",
-    ),
+    (("logging.profile_ranks",), lambda c: bool(c.logging.profile_steps), "logging.profile_steps"),
     (
         ("stability.max_interventions",),
         lambda c: c.stability.on_bad_loss not in (OnBadLoss.stop, OnBadLoss.warn),
@@ -270,11 +255,7 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         lambda c: c.gradients.adaptive_clipping is not AdaptiveClipping.none,
         "gradients.adaptive_clipping=percentile or mean",
     ),
-    (
-        ("gradients.noise_decay",),
-        lambda c: c.gradients.noise > 0,
-        "gradients.noise above 0",
-    ),
+    (("gradients.noise_decay",), lambda c: c.gradients.noise > 0, "gradients.noise above 0"),
     (
         ("launcher.plain_environment",),
         lambda c: bool(c.launcher.environment),

@@ -31,12 +31,12 @@ from trainctl.options.objective.distill import DistillConfig
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.options.reward import RewardsConfig
 from trainctl.options.reward.function import FunctionRewardConfig
-from trainctl.plans.mixture import sources_of
+from trainctl.plans.mixture import keyed_sources
 from trainctl.plans.optimizers import refused_settings
 from trainctl.plans.settings import auxiliary_loss
 from trainctl.plans.trainable import frozen_names, trainable
 from trainctl.rules.deepspeed import optimizer as json_optimizer
-from trainctl.rules.plan.draft import Draft, on_json, values_outside_limits
+from trainctl.rules.plan.draft import Draft, limit_problems, on_json
 from trainctl.rules.rule import Problem, rule, warning_problem
 
 
@@ -180,8 +180,9 @@ KEY = "objective.kind"
 def objective_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
     """An objective over whole samples has them on one rank.
 
-    DPO and its like compare log-probabilities of whole answers, which a rank of the sequence axis
-    or a pipeline stage does not have. A head of its own, as of reward and classify, is new, so it
+    DPO and its like compare log-probabilities of whole answers, which a rank of the sequence or
+    context axis or a pipeline stage does not have; distillation compares token by token, and goes
+    with both axes. A head of its own, as of reward and classify, is new, so it
     trains, and it is that of a class of transformers.
 
     Fix: Use data and tensor parallelism, or objective=next_token.
@@ -190,10 +191,13 @@ def objective_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
     spec = objective_of(config.objective)
     if not spec.build or not config.trains_itself:
         return
-    found = [
-        (key, value, limit.why, limit.nearest)
-        for key, value, limit in values_outside_limits(config, OBJECTIVE_LIMITS)
-    ]
+    what, instead = f"{KEY}={spec.name}", "objective=next_token"
+    yield from limit_problems(config, OBJECTIVE_LIMITS, what, instead)
+    found: list[tuple[str, object, str, str]] = []
+    for axis in ("sequence", "context"):
+        size, key = getattr(config.parallelism, axis), f"parallelism.{axis}"
+        if size > 1 and spec.whole_samples:
+            found.append((key, size, spec.whole_samples, f"{key}=1"))
     if spec.head is not None:
         found += _unfit_for_a_new_head(config)
     weights = {"auxiliary_loss": auxiliary_loss(config), "z_loss": config.experts.z_loss}
@@ -202,11 +206,7 @@ def objective_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
             key = f"experts.{name}"
             found.append((key, f"{weight:g}", "it is weighted by tokens", f"{key}=0"))
     for key, value, why, nearest in found:
-        yield Problem(
-            f"{key}={value} with {KEY}={spec.name}: {why}",
-            f"{nearest}, or objective=next_token",
-            key=key,
-        )
+        yield Problem(f"{key}={value} with {what}: {why}", f"{nearest}, or {instead}", key=key)
 
 
 def _unfit_for_a_new_head(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
@@ -244,8 +244,7 @@ def objective_has_its_samples(draft: Draft) -> Iterator[Problem]:
     if not config.trains_itself:
         return
     takes = objective_of(config.objective).takes
-    for name, section in sources_of(config.data).items():
-        at = f"data.sources.{name}." if config.data.sources else "data."
+    for at, section in keyed_sources(config.data).items():
         if config.data.factory is not None and takes is not SampleKind.text:
             yield Problem(
                 f"data.factory={config.data.factory} with {KEY}={config.objective.kind}: a "
@@ -258,10 +257,10 @@ def objective_has_its_samples(draft: Draft) -> Iterator[Problem]:
             named = "chat" if takes is SampleKind.text else " or ".join(others)
             objectives = [each.name for each in load_specs("objective") if each.takes is gives]
             yield Problem(
-                f"{at}kind={section.kind} gives {gives}, and {KEY}={config.objective.kind} takes "
+                f"{at}.kind={section.kind} gives {gives}, and {KEY}={config.objective.kind} takes "
                 f"{takes}",
-                f"{at}kind={named}; or objective={' or '.join(objectives)}",
-                key=f"{at}kind",
+                f"{at}.kind={named}; or objective={' or '.join(objectives)}",
+                key=f"{at}.kind",
             )
     if takes is not SampleKind.text:
         yield from _unsafe_records(config)
@@ -317,8 +316,7 @@ def teacher_is_stored_once(draft: Draft) -> Iterator[Problem]:
             f"{config.model.vocab_size:,}",
             f"objective.top_k={config.model.vocab_size} stores whole distributions",
         )
-    for name, section in sources_of(config.data).items():
-        at = f"data.sources.{name}" if config.data.sources else "data"
+    for at, section in keyed_sources(config.data).items():
         if isinstance(section, StreamConfig):
             yield Problem(
                 f"{at}.kind=stream with {KEY}=distill: the teacher reads all samples before the "
@@ -356,18 +354,14 @@ def future_blocks_go_with_the_rest(draft: Draft) -> Iterator[Problem]:
             "a model of the families llama, mistral or qwen3",
             key="model.family",
         )
-    for key, value, limit in values_outside_limits(config, FUTURE_LIMITS):
-        yield Problem(
-            f"{key}={value} with {what}: {limit.why}",
-            f"{limit.nearest}, or objective=next_token",
-            key=key,
-        )
+    yield from limit_problems(config, FUTURE_LIMITS, what, "objective=next_token")
 
 
 FUTURE_LIMITS = (
     only_value("engine.kind", "deepspeed", "its blocks are divided as units", "engine=deepspeed"),
     only_value("parallelism.tensor", 1, "the blocks are not split"),
     only_value("parallelism.sequence", 1, "a rank lacks the tokens behind its part"),
+    only_value("parallelism.context", 1, "a rank lacks the tokens behind its chunks"),
     only_value("parallelism.pipeline", 1, "the last stage does not have the embedding"),
     only_value(
         "kernels.cross_entropy",
@@ -384,7 +378,6 @@ FUTURE_LIMITS = (
 """Settings that further blocks have been verified with."""
 
 OBJECTIVE_LIMITS = (
-    only_value("parallelism.sequence", 1, "a rank sees a part of an answer alone"),
     only_value("parallelism.pipeline", 1, "the loss of a last stage is that of the next token"),
     only_value(
         "kernels.cross_entropy",

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.schema import (
-    Accelerator,
-    DataType,
-    OffloadDevice,
-)
+from trainctl.config.schema import Accelerator, DataType, OffloadDevice
 from trainctl.options import model as families
 from trainctl.options.precision import is_emulated, loss_scaling, precision_of
 from trainctl.plans.derive import choices, nearest_multiples
@@ -109,7 +105,7 @@ def fp8_has_matrices_that_fit(draft: Draft) -> Iterator[Problem]:
             )
     # In a product for the weights' gradient the tokens are the inner dimension.
     if batch is not None:
-        tokens = batch.micro_batch_size * batch.sequence_length // config.parallelism.sequence
+        tokens = batch.micro_batch_size * batch.sequence_length // config.parallelism.sequence_parts
         if tokens % spec.multiple:
             yield Problem(
                 f"{tokens} tokens in a forward pass with {asked}: the products take "

@@ -9,7 +9,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.objective.grpo import GrpoConfig, Rollout
 from trainctl.plans.shapes import anatomy
-from trainctl.rules.plan.draft import Draft, values_outside_limits
+from trainctl.rules.plan.draft import Draft, limit_problems
 from trainctl.rules.rule import Problem, rule
 
 
@@ -31,11 +31,7 @@ LIMITS = (
         1,
         "the ranks exchange tokens in each pass, and each generates another number of tokens",
     ),
-    only_value(
-        "parallelism.sequence_sharded_norms",
-        False,
-        "a single token cannot be cut",
-    ),
+    only_value("parallelism.sequence_sharded_norms", False, "a single token cannot be cut"),
     never_value(
         "offload.parameters",
         OffloadDevice.nvme,
@@ -58,12 +54,8 @@ def answers_can_be_generated(draft: Draft) -> Iterator[Problem]:
     section = draft.config.objective
     if not isinstance(section, GrpoConfig) or section.rollout is not Rollout.engine:
         return
-    for key, value, limit in values_outside_limits(draft.config, LIMITS):
-        yield Problem(
-            f"{key}={value} with objective.rollout=engine: {limit.why}",
-            f"{limit.nearest}, or objective.rollout=vllm",
-            key=key,
-        )
+    beside, instead = "objective.rollout=engine", "objective.rollout=vllm"
+    yield from limit_problems(draft.config, LIMITS, beside, instead)
 
 
 @rule(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainctl.config.keys import as_written
-from trainctl.config.schema import CompileKind, CrossEntropyKind, OffloadDevice, RunConfig
+from trainctl.config.schema import CompileKind, CrossEntropyKind, DataType, OffloadDevice, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest_names
 from trainctl.options.adapter import BaseWeights, low_rank
+from trainctl.options.adapter import spec_of as adapter_of
 from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.optimizer import spec_of
 from trainctl.plans.derive import derive_stages
+from trainctl.plans.settings import number_formats
 from trainctl.plans.shapes import anatomy
 from trainctl.plans.trainable import (
     BLOCK,
@@ -22,10 +24,11 @@ from trainctl.plans.trainable import (
     linear_layers,
     matching_parameters,
     quantized_layers,
+    stacked_experts,
     tied_parameters,
     trainable,
 )
-from trainctl.rules.plan.draft import Draft, values_outside_limits
+from trainctl.rules.plan.draft import Draft, limit_problems
 from trainctl.rules.rule import WARNING, Problem, rule
 
 FREEZE, TARGETS, ALSO = "training.freeze", "adapter.targets", "adapter.also_train"
@@ -53,8 +56,10 @@ def targets_meet_layers(draft: Draft) -> Iterator[Problem]:
     adapter = low_rank(draft.config.adapter)
     if adapter is None or not _is_asked(draft.config):
         return
-    layers = tuple(linear_layers(draft.config.model))
-    known = list(dict.fromkeys(layer.name.rpartition(".")[2] for layer in layers))
+    model = draft.config.model
+    layers = (*linear_layers(model), *stacked_experts(model))
+    parts = (layer.name.split(".")[-2 if layer.experts else -1 :] for layer in layers)
+    known = list(dict.fromkeys(map(".".join, parts)))
     if not layers:
         yield Problem("no block of the model has a linear layer", "adapter=none")
         return
@@ -111,7 +116,7 @@ def also_trained_meet_parameters(draft: Draft) -> Iterator[Problem]:
     if adapter is None or not adapter.also_train or not _is_asked(config):
         return
     layers = adapted_layers(config.model, adapter)
-    beside = {f"{layer.name}.weight" for layer in layers}
+    beside = {layer.weight for layer in layers}
     beside |= quantized_layers(config.model, adapter).keys()
     for entry in adapter.also_train:
         try:
@@ -192,17 +197,16 @@ def _is_recurrent(config: RunConfig) -> bool:
     return read is not None and read.is_recurrent
 
 
-_UNSHOWN = "has not been shown to train as one process does beside frozen weights"
+_UNSHOWN = "it has not been shown to train as one process does beside frozen weights"
 
 LIMITS = (
     only_value("engine.kind", "deepspeed", _UNSHOWN, "engine=deepspeed"),
     only_value("model.factory", None, _UNSHOWN),
     only_value("model.mup", False, _UNSHOWN),
-    only_value("model.num_experts", None, _UNSHOWN, "another model"),
     Limit(
         key="model.model_type",
         holds=lambda c: not _is_recurrent(c),
-        why="carries a state from token to token, by code that reads weights past their layers",
+        why="it carries a state from token to token, by code that reads weights past their layers",
         nearest="another model",
     ),
     Limit(
@@ -235,8 +239,8 @@ LIMITS = (
     only_value("zero_stage.hpz_partition_size", 1, _UNSHOWN),
     only_value("zero_stage.quantized_weights", False, _UNSHOWN),
     only_value("zero_stage.quantized_gradients", False, _UNSHOWN),
-    only_value("script", None, "trains by itself", "leave it out"),
-    only_value("trainer", None, "trains by itself"),
+    only_value("script", None, "it trains by itself", "leave it out"),
+    only_value("trainer", None, "it trains by itself"),
 )
 """Settings that frozen weights and adapters have been verified with."""
 
@@ -256,10 +260,7 @@ def frozen_weights_go_with_the_rest(draft: Draft) -> Iterator[Problem]:
     adapter = low_rank(config.adapter)
     asked = f"adapter={adapter.kind}" if adapter is not None else FREEZE
     without = "adapter=none" if adapter is not None else "no training.freeze"
-    for key, value, limit in values_outside_limits(config, LIMITS):
-        yield Problem(
-            f"{key}={value} with {asked}: it {limit.why}", f"{limit.nearest}, or {without}", key=key
-        )
+    yield from limit_problems(config, LIMITS, asked, without)
 
 
 @rule(
@@ -277,7 +278,7 @@ def stages_have_something_to_train(draft: Draft) -> Iterator[Problem]:
     something else.
     """
     config = draft.config
-    stages = config.parallelism.pipeline
+    stages = config.parallelism.stages
     if stages == 1 or not _is_asked(config) or config.model.num_layers < stages:
         return
     sizes, _ = derive_stages(config)
@@ -285,10 +286,14 @@ def stages_have_something_to_train(draft: Draft) -> Iterator[Problem]:
         return  # another rule reports it
     if not trainable(config).trained:
         return
+    axes = config.parallelism
+    why = "DeepSpeed has no optimizer without a parameter"
+    if axes.is_folded:
+        why = "DualPipeV runs a backward pass on each of its stages"
     for stage in idle_stages(config, sizes):
         yield Problem(
-            f"parallelism.pipeline={stages}: stage {stage} (of {sizes[stage]} blocks) has nothing "
-            "to train, and DeepSpeed has no optimizer without a parameter",
+            f"parallelism.pipeline={axes.pipeline}: stage {stage} (of {sizes[stage]} blocks) has "
+            f"nothing to train, and {why}",
             "parallelism.pipeline=1, or parallelism.stage_blocks that give it such a block",
         )
 
@@ -296,10 +301,87 @@ def stages_have_something_to_train(draft: Draft) -> Iterator[Problem]:
 KEY = "adapter.base_weights"
 
 
+@rule(
+    "TC540",
+    "adapter.*",
+    situation="A model with 8 experts, `adapter=dora adapter.targets=[experts.down_proj]`",
+    message="adapter.kind=dora with an adapter of model.layers.0.mlp.experts.down_proj: PEFT has "
+    "no trained lengths for the rows of stacked experts",
+)
+def adapters_of_experts_are_plain(draft: Draft) -> Iterator[Problem]:
+    """Adapters of stacked experts are LoRA or rsLoRA without dropout, on a base in compute type.
+
+    The matrices of all experts of a layer are one parameter. PEFT's adapters of such a parameter
+    have no dropout and no trained lengths. A quantized base would keep its experts, most of its
+    weights, in the compute type.
+
+    Fix: Set adapter=lora, adapter.dropout=0 and adapter.base_weights=compute, or leave the experts
+    out of adapter.targets.
+    """
+    config, adapter = draft.config, low_rank(draft.config.adapter)
+    if adapter is None or not _is_asked(config):
+        return
+    if adapter.is_quantized and any(stacked_experts(config.model)):
+        yield Problem(
+            f"{KEY}={adapter.base_weights.value} with a mixture of experts: the experts would stay "
+            "in the compute type",
+            f"{KEY}=compute",
+            key=KEY,
+        )
+    layers = adapted_layers(config.model, adapter)
+    stack = next((layer for layer in layers if layer.experts), None)
+    if stack is None:
+        return
+    beside = f"with an adapter of {stack.name}: PEFT has no"
+    if adapter_of(adapter).has_magnitude:
+        yield Problem(
+            f"adapter.kind={adapter.kind} {beside} trained lengths for the rows of stacked experts",
+            "adapter=lora, or adapter.targets without the experts",
+            key="adapter.kind",
+        )
+    if adapter.dropout > 0:
+        yield Problem(
+            f"adapter.dropout={adapter.dropout:g} {beside} dropout for stacked experts",
+            "adapter.dropout=0, or adapter.targets without the experts",
+            key="adapter.dropout",
+        )
+
+
 def _quantized_weights(draft: Draft) -> BaseWeights | None:
     """Return the format of the quantized base; None if the base is in the compute type."""
     adapter = low_rank(draft.config.adapter)
     return adapter.base_weights if adapter is not None and adapter.is_quantized else None
+
+
+@rule(
+    "TC541",
+    "adapter.rank",
+    situation="A model with 8 experts in bf16, `adapter=lora adapter.rank=4 "
+    "adapter.targets=[experts.down_proj]`",
+    message="adapter.rank=4 with an adapter of model.layers.0.mlp.experts.down_proj in bf16: "
+    "grouped products take rows of a multiple of 16 bytes, 8 elements",
+)
+def ranks_of_experts_fill_rows(draft: Draft) -> Iterator[Problem]:
+    """The rank of an adapter of stacked experts is a multiple of 8 in bf16, and of 4 in fp32.
+
+    Experts are multiplied by torch's grouped products, whose operands have rows of a multiple of 16
+    bytes.
+
+    Fix: Use the rank that the message names.
+    """
+    config, adapter = draft.config, low_rank(draft.config.adapter)
+    if adapter is None or not _is_asked(config):
+        return
+    layers = adapted_layers(config.model, adapter)
+    stack = next((layer for layer in layers if layer.experts), None)
+    weights = number_formats(config.precision).weights
+    elements = 4 if weights is DataType.fp32 else 8
+    if stack is not None and adapter.rank % elements:
+        yield Problem(
+            f"adapter.rank={adapter.rank} with an adapter of {stack.name} in {weights.value}: "
+            f"grouped products take rows of a multiple of 16 bytes, {elements} elements",
+            f"adapter.rank={-(-adapter.rank // elements) * elements}",
+        )
 
 
 @rule(

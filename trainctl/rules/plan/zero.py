@@ -12,11 +12,13 @@ from trainctl.config.schema import (
     OffloadDevice,
     RunConfig,
 )
+from trainctl.options.model import AXES
 from trainctl.options.optimizer import spec_of
+from trainctl.plans.derive import choices, nearest_divisors
 from trainctl.plans.settings import number_formats
 from trainctl.rules.deepspeed import offload, zero
 from trainctl.rules.plan.draft import Draft, json_problems, on_json
-from trainctl.rules.rule import Problem, rule
+from trainctl.rules.rule import WARNING, Problem, rule
 
 
 @rule(
@@ -211,6 +213,53 @@ def secondary_partition_divides(draft: Draft) -> Iterator[Problem]:
     yield from json_problems(draft, zero.secondary_partitions_divide_a_node)
 
 
+@rule(
+    "TC530",
+    "zero_stage.shard_group_size",
+    example="recipe=tiny engine=fsdp2 zero_stage=3 hardware=1x8xh100-80g "
+    "zero_stage.shard_group_size=3",
+)
+def shard_groups_divide_the_replicas(draft: Draft) -> Iterator[Problem]:
+    """HSDP's shard groups divide the data-parallel ranks.
+
+    Every group holds all shards, so all groups have the same size.
+
+    Fix: Choose a divisor of the data-parallel ranks, usually the devices of a node.
+    """
+    size = draft.config.zero_stage.shard_group_size
+    if size is not None and draft.mesh is not None and draft.mesh.data % size:
+        sizes = [each for each in nearest_divisors(draft.mesh.data, size) if each > 1]
+        yield Problem(
+            f"zero_stage.shard_group_size={size} does not divide the {draft.mesh.data} "
+            "data-parallel ranks",
+            choices(sizes, "zero_stage.shard_group_size") or "zero_stage.shard_group_size=null",
+        )
+
+
+@rule(
+    "TC531",
+    "zero_stage.shard_group_size",
+    severity=WARNING,
+    example="recipe=tiny engine=fsdp2 zero_stage=3 hardware=2x6xh100-80g launcher=slurm "
+    "zero_stage.shard_group_size=4",
+)
+def shard_groups_stay_in_a_node(draft: Draft) -> Iterator[Problem]:
+    """HSDP's shard groups lie within a node, or are whole nodes.
+
+    A group gathers weights in every block. A group that is partly in another node sends these over
+    the network, which the groups are there to avoid.
+
+    Fix: Choose a divisor or a multiple of the devices of a node.
+    """
+    size, node = draft.config.zero_stage.shard_group_size, draft.hardware.devices_per_node
+    if size is None or draft.hardware.nodes == 1 or size % node == 0 or node % size == 0:
+        return
+    yield Problem(
+        f"shard groups of {size} devices cross nodes of {node} devices",
+        f"zero_stage.shard_group_size={node}",
+    )
+
+
 on_json(
     "TC033", offload.nvme_has_a_path, arguments="recipe=tiny zero_stage=3 offload.optimizer=nvme"
 )
@@ -299,7 +348,7 @@ def _stage_and_axes(config: RunConfig) -> Iterator[Problem]:
                 f"zero_stage.{name}=true",
                 key=f"zero_stage.{name}",
             )
-    for axis in ("tensor", "pipeline", "sequence"):
+    for axis in AXES:
         size = getattr(config.parallelism, axis)
         if size > 1:
             yield Problem(

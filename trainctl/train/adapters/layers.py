@@ -1,8 +1,9 @@
-"""Adapters on a rank: linear layers of a skeleton that add a low-rank product.
+"""Adapters on a rank: linear layers and experts of a skeleton that add a low-rank product.
 
 A layer stays the same object under the same name and only changes its class. So canonical names,
 tensor cuts and checkpoints still find its weight. `lora_A`, `lora_B` and, for DoRA,
-`lora_magnitude` are parameters beside it. Formulas and scales are PEFT's (peft/tuners/lora).
+`lora_magnitude` are parameters beside it; beside stacked experts they have one matrix per expert.
+Formulas and scales are PEFT's (peft/tuners/lora).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,15 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.options.adapter import LowRank, low_rank, spec_of
 from trainctl.plans.settings import number_formats
-from trainctl.plans.trainable import LORA_A, LORA_B, MAGNITUDE, LinearLayer, is_partial, trainable
+from trainctl.plans.trainable import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    LinearLayer,
+    added_tensors,
+    is_partial,
+    trainable,
+)
 from trainctl.train.models.model import TORCH_TYPES
 from trainctl.train.models.weights import (
     ZERO,
@@ -133,6 +143,57 @@ class DoraConv1D(DoraLayer, Conv1D):
         return self.scaled(x @ self.weight, x, self.weight.T) + self.bias
 
 
+class LoraExperts(LoraLayer):
+    """Mixin of a layer's experts with LoRA on stacked matrices, placed before transformers' class.
+
+    While the experts compute, an adapted parameter's name gives a `LowRankSum`.
+    """
+
+    lora_names: tuple[str, ...]
+    """Names of the parameters with an adapter."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for name in self.lora_names:
+            # Instance attributes are found before parameters.
+            self.__dict__[name] = LowRankSum(
+                self._parameters[name],
+                getattr(self, f"{name}_{LORA_A}").mT,
+                getattr(self, f"{name}_{LORA_B}").mT * self.lora_scale,
+            )
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name in self.lora_names:
+                del self.__dict__[name]
+
+
+class LowRankSum:
+    """Stacked matrices W + s B A, in a grouped product that never adds them up.
+
+    transformers' `grouped_mm_experts_forward` multiplies by it as by a tensor.
+    """
+
+    def __init__(self, weight: Any, down: torch.Tensor, up: torch.Tensor) -> None:
+        self.weight, self.down, self.up = weight, down, up
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.weight, name)
+
+    def transpose(self, *dimensions: int) -> LowRankSum:
+        """Return the sum with the outputs of W last. A and B are so already."""
+        return LowRankSum(self.weight.transpose(*dimensions), self.down, self.up)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        """Return x W + (x A) (s B) of each group of rows x; the function is a grouped product."""
+        rows, own, *rest = args
+        product = partial(function, **(kwargs or {}))
+        added = product(product(rows, own.down, *rest), own.up, *rest)
+        return product(rows, own.weight, *rest) + added
+
+
 _CLASSES: dict[tuple[type, bool], type] = {
     (nn.Linear, False): LoraLinear,
     (Conv1D, False): LoraConv1D,
@@ -177,6 +238,9 @@ def attach(model: PreTrainedModel, section: LowRank, layers: Sequence[LinearLaye
     """
     spec = spec_of(section)
     for layer in layers:
+        if layer.experts:
+            _attach_to_experts(model, section, layer)
+            continue
         module: Any = model.get_submodule(layer.name)
         adapted = _CLASSES.get((type(module), spec.has_magnitude))
         if adapted is None:
@@ -185,19 +249,32 @@ def attach(model: PreTrainedModel, section: LowRank, layers: Sequence[LinearLaye
                 "linear layers",
                 hint="name the others in adapter.targets",
             )
-        dtype = module.weight.dtype
-        shapes: dict[str, tuple[int, ...]] = {
-            LORA_A: (section.rank, layer.inputs),
-            LORA_B: (layer.outputs, section.rank),
-        }
-        if spec.has_magnitude:
-            shapes[MAGNITUDE] = (layer.outputs,)
-        for name, shape in shapes.items():
-            empty = torch.empty(shape, dtype=dtype, device="meta")
-            module.register_parameter(name, nn.Parameter(empty))
+        _register_tensors(module, module.weight.dtype, layer, section)
         # Change the class in place: the block calls this object by its name.
         module.__class__ = adapted
         module.lora_scale, module.lora_dropout = spec.scale(section), section.dropout
+
+
+def _attach_to_experts(model: PreTrainedModel, section: LowRank, layer: LinearLayer) -> None:
+    owner, _, name = layer.name.rpartition(".")
+    module: Any = model.get_submodule(owner)
+    _register_tensors(module, getattr(module, name).dtype, layer, section)
+    if not isinstance(module, LoraExperts):
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (LoraExperts, kind), {})
+        module.lora_scale, module.lora_dropout = spec_of(section).scale(section), 0.0
+        module.lora_names = ()
+        module.config._experts_implementation = "grouped_mm"
+    module.lora_names += (name,)
+
+
+def _register_tensors(
+    module: nn.Module, dtype: torch.dtype, layer: LinearLayer, section: LowRank
+) -> None:
+    """Give a module the adapter's parameters of one layer, on the meta device."""
+    for tensor in added_tensors(layer, section):
+        empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        module.register_parameter(tensor.name.rpartition(".")[2], nn.Parameter(empty))
 
 
 def added_parameters(layer: nn.Module) -> list[nn.Parameter]:
@@ -217,13 +294,15 @@ def initial_adapter(
     """
     laws: Initializers = {}
     lengths: dict[str, LinearLayer] = {}
+    adapter = low_rank(config.adapter)
+    assert adapter is not None
     for layer in trainable(config).adapted:
         bound = 1 / math.sqrt(layer.inputs)
         uniform = Initializer(((torch.ops.aten.uniform_.default, (-bound, bound)),))
-        rank = getattr(config.adapter, "rank", 0)
-        laws[f"{layer.name}.{LORA_A}"] = [InitializedRange(0, rank * layer.inputs, uniform)]
-        laws[f"{layer.name}.{LORA_B}"] = [InitializedRange(0, rank * layer.outputs, ZERO)]
-        lengths[f"{layer.name}.{MAGNITUDE}"] = layer
+        first, second, *_ = added_tensors(layer, adapter)
+        laws[first.name] = [InitializedRange(0, first.numel, uniform)]
+        laws[second.name] = [InitializedRange(0, second.numel, ZERO)]
+        lengths[layer.added_name(MAGNITUDE)] = layer
     dtype = TORCH_TYPES[number_formats(config.precision).weights]
     return _Initial(SeedWeights(seed, std=0.0, laws=laws), base, lengths, shapes, dtype)
 
@@ -257,7 +336,7 @@ def weight_of(
     source: WeightSource, layer: LinearLayer, shapes: Mapping[str, list[int]], first: int, last: int
 ) -> torch.Tensor:
     """Return rows [first, last) of a layer's weight, (outputs, inputs) however it is stored."""
-    name = f"{layer.name}.weight"
+    name = layer.weight
     shape = torch.Size(shapes[name])
     if layer.inputs_first:
         return source.read(name, shape, 0, shape.numel()).view(shape).T[first:last]
@@ -277,7 +356,7 @@ class MergedWeights:
         shapes: Mapping[str, list[int]],
     ) -> None:
         self._own, self._base, self._shapes = own, base, shapes
-        self._layers = {f"{layer.name}.weight": layer for layer in layers}
+        self._layers = {layer.weight: layer for layer in layers}
         self._rank, self._scale = section.rank, spec_of(section).scale(section)
         self._has_magnitude = spec_of(section).has_magnitude
 
@@ -285,6 +364,11 @@ class MergedWeights:
         layer = self._layers.get(name)
         if layer is None:
             return self._base.read(name, shape, start, end)
+        if layer.experts:
+            each = layer.inputs * layer.outputs
+            first, last = start // each, -(-end // each)
+            merged = self._experts(layer, shape, first, last).reshape(-1)
+            return merged[start - first * each : end - first * each]
         if layer.inputs_first:  # stored transposed, so all of it is merged
             return self._rows(layer, 0, layer.outputs).T.reshape(-1)[start:end]
         width = layer.inputs
@@ -306,6 +390,17 @@ class MergedWeights:
             lengths = self._whole(f"{layer.name}.{MAGNITUDE}", (layer.outputs,))[first:last]
             rows = rows * (lengths / torch.linalg.norm(rows, dim=1))[:, None]
         return rows
+
+    def _experts(
+        self, layer: LinearLayer, shape: torch.Size, first: int, last: int
+    ) -> torch.Tensor:
+        """Return the merged matrices of experts [first, last), as they are stored."""
+        each = layer.inputs * layer.outputs
+        weights = self._base.read(layer.weight, shape, first * each, last * each)
+        a = self._whole(layer.added_name(LORA_A), (layer.experts, self._rank, layer.inputs))
+        b = self._whole(layer.added_name(LORA_B), (layer.experts, layer.outputs, self._rank))
+        added = self._scale * (b[first:last] @ a[first:last])
+        return weights.view(-1, *shape[1:]) + (added.mT if layer.inputs_first else added)
 
     def _whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         size = torch.Size(shape)

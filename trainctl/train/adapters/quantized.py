@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,8 +43,7 @@ class QuantizedLinear(nn.Linear):
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return W x."""
-        result: torch.Tensor = _Product.apply(inputs, self.weight, self.codec)
-        return result
+        return _Product.apply(inputs, self.weight, self.codec)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = self.product(input)
@@ -326,16 +326,12 @@ class Nf4Double(Nf4):
         return scales + upper[0]
 
 
-_maps: dict[torch.device, torch.Tensor] = {}
-
-
+@cache
 def _dynamic_map(device: torch.device) -> torch.Tensor:
     """Return the 256 values of bitsandbytes' dynamic 8-bit map, on a device."""
-    if device not in _maps:
-        from bitsandbytes.functional import create_dynamic_map
+    from bitsandbytes.functional import create_dynamic_map
 
-        _maps[device] = create_dynamic_map().to(device)
-    return _maps[device]
+    return create_dynamic_map().to(device)
 
 
 _CODECS: dict[BaseWeights, type[Codec]] = {

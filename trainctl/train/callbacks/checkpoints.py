@@ -10,8 +10,6 @@ from typing import Any
 
 from trainctl.data.corpora import corpus_digests
 from trainctl.options.callbacks import Callback, Context
-from trainctl.plans.identity import model_description
-from trainctl.plans.mup import multipliers
 from trainctl.plans.schedule import Curve
 from trainctl.plans.settings import number_formats
 from trainctl.runs import checkpoints
@@ -49,12 +47,7 @@ class Checkpoints(Callback):
             TORCH_TYPES[number_formats(config.precision).weights],
             session.saved_buffers,
         )
-        self._origin = {
-            "run": checkpoints.manifest_run_id(session.run) or "",
-            "model": model_description(config.model, session.shapes),
-            "multipliers": multipliers(config.model),
-            **session.manifest_entries,
-        }
+        self._origin = session.origin
         self._saved_at = time.monotonic()
         self._best = self._best_so_far()
         self._requests: set[Request] = set()
@@ -158,6 +151,8 @@ class Checkpoints(Callback):
     def _record_saved(self) -> None:
         """Record each checkpoint committed since the last call."""
         for saved in self._saver.take_saved():
+            if not saved.weights_only:
+                self._now.written.append(saved.files)
             self._journal.record(
                 "weights" if saved.weights_only else "checkpoint",
                 step=saved.step,

@@ -55,6 +55,8 @@ class StepState:
     """Whether this rank asks to stop, for a request from outside."""
     should_finish: bool = False
     """Whether a callback of this rank asks to end the run as done."""
+    written: list[list[tuple[float, int]]] = field(default_factory=list)
+    """Seconds and bytes of each rank's file of the checkpoints written since the last step."""
     saves: bool = False
     """Whether the ranks have agreed to save."""
     is_done: bool = False
@@ -222,16 +224,10 @@ class RankCollectives:
     """Collectives of a callback; all ranks call them together."""
 
     def __init__(self, context: RankContext, session: Session) -> None:
-        self._context, self._process = context, session.process
-
-    def sum(self, *values: float) -> list[float]:
-        return self._process.sum(*values)
-
-    def gather(self, value: Any) -> list[Any]:
-        return self._process.gather(value)
-
-    def broadcast(self, value: Any) -> Any:
-        return self._process.broadcast_from_first(value)
+        self._context, process = context, session.process
+        self._control = process.control
+        self.sum, self.gather = process.sum, process.gather
+        self.broadcast = process.broadcast_from_first
 
     def whole_gradient(self, name: str) -> torch.Tensor:
         return self._whole(name, self._context.gradients())
@@ -246,5 +242,5 @@ class RankCollectives:
         for part in parts:
             if part.name == name and part.is_counted:
                 whole[part.indices().cpu()] = part.values.float().cpu()
-        dist.all_reduce(whole, group=self._process.control)
+        dist.all_reduce(whole, group=self._control)
         return whole.view(shape)

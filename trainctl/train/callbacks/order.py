@@ -7,9 +7,10 @@ import json
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trainctl.config.registry import function_of, load_spec
@@ -21,11 +22,17 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.callbacks import Callback, Ranks
 from trainctl.options.objective import objective_of
 from trainctl.plans.types import RunPlan
-from trainctl.runs.recording import requested_recording
+from trainctl.runs.replays import (
+    RecordingSettings,
+    SearchSettings,
+    TrialSettings,
+    requested_replay,
+)
 from trainctl.train.callbacks.checkpoints import Checkpoints
 from trainctl.train.callbacks.context import Journal, RankContext, StepState
+from trainctl.train.callbacks.document_search import DocumentSearch
 from trainctl.train.callbacks.evaluation import EarlyStopping, Evaluation, Plateau, Sampling
-from trainctl.train.callbacks.profile import Profile, Profiler
+from trainctl.train.callbacks.profile import Profile
 from trainctl.train.callbacks.recorder import TensorRecorder
 from trainctl.train.callbacks.steps import (
     Divergence,
@@ -35,6 +42,7 @@ from trainctl.train.callbacks.steps import (
     StepRecords,
 )
 from trainctl.train.callbacks.stragglers import StragglerRecords, Stragglers
+from trainctl.train.callbacks.trial import DeviceTrial
 from trainctl.train.session import Session
 
 HOOK_PREFIXES = ("on_", "before_", "after_")
@@ -55,30 +63,35 @@ def callbacks_of_run(
     runner: Callbacks
     checkpoints = Checkpoints(session, now, journal, lambda: runner.states())
     vocab_size = config.model.vocab_size if objective_of(config.objective).is_entropy else None
-    profiler = Profiler(
+    has_score = config.model.score_outputs is not None  # which gives no next token
+    samples = 0 if has_score else config.training.sample_tokens
+    profile = Profile(
         config.logging,
+        journal,
         rank=process.rank,
         folder=session.run.attempt(journal.attempt).profile,
         device=process.device,
     )
-    has_score = config.model.score_outputs is not None  # which gives no next token
-    samples = 0 if has_score else config.training.sample_tokens
-    profiles = config.logging.profile_steps
     before_users: dict[str, Callback | None] = {
         "heartbeats": Heartbeats(journal),
         "steps": StepRecords(session, now, journal),
         "divergence": DivergenceRecords(Divergence(vocab_size), now, journal),
-        "profile": Profile(profiler, journal) if profiles else None,
+        "profile": profile if config.logging.profile_steps else None,
         "memory": MemoryRecords(session, journal),
         "evaluation": Evaluation(session, now, journal, lambda: runner.call("on_evaluate")),
         "patience": EarlyStopping(config.training, now),
         "plateau": Plateau(session.learning_rate, journal),
         "sampling": Sampling(session, now, journal) if samples else None,
     }
-    recording = requested_recording(session.run)
+    stragglers = Stragglers(session.plan, process, session.checkpoint_read)
+    recording = requested_replay(session.run, RecordingSettings)
+    trial = requested_replay(session.run, TrialSettings)
+    search = requested_replay(session.run, SearchSettings)
     after_users: dict[str, Callback | None] = {
         "recorder": TensorRecorder(session, recording) if recording is not None else None,
-        "stragglers": StragglerRecords(Stragglers(session.plan, process), times, now, journal),
+        "trial": DeviceTrial(session, trial) if trial is not None else None,
+        "search": DocumentSearch(session, search) if search is not None else None,
+        "stragglers": StragglerRecords(stragglers, times, now, journal),
         "checkpoints": checkpoints,
     }
     entries = [
@@ -178,7 +191,14 @@ class Callbacks:
             RankContext(each.name, session, now, journal, collectives=each.collectives)
             for each in entries
         ]
-        self._hooks = {name: list(self._bound(name)) for name in CONTEXT_HOOKS}
+        self._hooks = {
+            hook: [
+                partial(self._run, entry, hook, context)
+                for entry, context in zip(entries, self._contexts, strict=True)
+                if _overrides(entry.callback, hook)
+            ]
+            for hook in CONTEXT_HOOKS
+        }
         self._agreeing = [
             (entry, context)
             for entry, context in zip(entries, self._contexts, strict=True)
@@ -251,8 +271,7 @@ class Callbacks:
     def after_agreement(self, sums: Sequence[Sequence[float]]) -> None:
         """Give each callback the sums of its numbers."""
         for (entry, context), own in zip(self._agreeing, sums, strict=True):
-            with self._watched(entry, "after_agreement"):
-                entry.callback.after_agreement(context, own)
+            self._run(entry, "after_agreement", context, own)
 
     def states(self) -> dict[str, Any]:
         """Return the manifest entries of all callbacks: trainctl's own ones by their names."""
@@ -274,35 +293,18 @@ class Callbacks:
         for entry in self._entries:
             if _overrides(entry.callback, "after_load"):
                 states = manifest.get(STATES, {}) if entry.is_users else manifest
-                with self._watched(entry, "after_load"):
-                    entry.callback.after_load(states.get(entry.name, {}))
+                self._run(entry, "after_load", states.get(entry.name, {}))
 
     def close(self) -> None:
         """Close all callbacks, the last one first, also those before one that fails."""
         with ExitStack() as stack:
             for entry in self._entries:
-                stack.callback(self._close, entry)
+                if _overrides(entry.callback, "close"):
+                    stack.callback(self._run, entry, "close")
 
-    def _close(self, entry: CallbackEntry) -> None:
-        if _overrides(entry.callback, "close"):
-            with self._watched(entry, "close"):
-                entry.callback.close()
-
-    def _bound(self, hook: str) -> Iterator[Callable[[], None]]:
-        for entry, context in zip(self._entries, self._contexts, strict=True):
-            if _overrides(entry.callback, hook):
-                yield self._bind(entry, hook, context)
-
-    def _bind(self, entry: CallbackEntry, hook: str, context: RankContext) -> Callable[[], None]:
-        function = getattr(entry.callback, hook)
-        if not entry.is_users:
-            return lambda: function(context)
-
-        def run() -> None:
-            with self._watched(entry, hook):
-                function(context)
-
-        return run
+    def _run(self, entry: CallbackEntry, hook: str, *arguments: Any) -> None:
+        with self._watched(entry, hook):
+            getattr(entry.callback, hook)(*arguments)
 
     @contextmanager
     def _watched(self, entry: CallbackEntry, hook: str) -> Iterator[None]:

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -26,8 +22,8 @@ TABLE_ROWS = 40
 NAME_WIDTH = 60
 
 
-class Profiler:
-    """Context manager that profiles the steps of `logging.profile_steps` on this rank.
+class Profile(Callback):
+    """Profiles the steps of `logging.profile_steps` on this rank, and records where the files are.
 
     The step before the window is a warmup, so that the profiler's own start is not measured. A run
     that ends normally within the window writes what was recorded; a failing run writes nothing.
@@ -38,54 +34,49 @@ class Profiler:
     """
 
     def __init__(
-        self, config: LoggingConfig, *, rank: int, folder: Path, device: torch.device
+        self,
+        config: LoggingConfig,
+        journal: Journal,
+        *,
+        rank: int,
+        folder: Path,
+        device: torch.device,
     ) -> None:
         wanted = config.profile_steps and rank in config.profile_ranks
         self._window = tuple(config.profile_steps) if wanted else None
-        self._rank = rank
-        self.folder = folder
-        self._device = device
+        self._journal, self._rank, self._folder, self._device = journal, rank, folder, device
         self._running: profile | None = None
+        self._step: int | None = None
         self._recorded = 0
         self._written = False
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Record the step that runs in the block, if it lies in the window.
+    def before_step(self, context: Context) -> None:
+        # A step that is tried again stays in the window that it opened.
+        if self._window is not None and self._step is None:
+            self._step, (first, last) = context.step, self._window
+            if self._running is None and max(first - 1, 1) <= self._step <= last:
+                self._start(warmup=self._step < first, active=last - first + 1)
 
-        Args:
-            number: Number of the step, from 1.
-        """
-        if self._window is None:
-            yield
-            return
-        first, last = self._window
-        if self._running is None and max(first - 1, 1) <= number <= last:
-            self._start(warmup=number < first, active=last - first + 1)
-        yield
-        if self._running is not None:
+    def after_step(self, context: Context) -> None:
+        number, self._step = self._step, None
+        if self._running is not None and self._window is not None and number is not None:
+            first, last = self._window
             self._recorded += number >= first
             self._running.step()
             if number == last:
                 self._stop()
+        if self._written:
+            self._written = False
+            path = self._folder.relative_to(self._journal.run.root)
+            self._journal.record("profile", step=context.step, path=str(path))
 
-    def take_written(self) -> bool:
-        """Return True if the files were written since the last call."""
-        written, self._written = self._written, False
-        return written
+    def on_train_end(self, context: Context) -> None:
+        self._finish(is_written=True)
 
-    def __enter__(self) -> Self:
-        return self
+    def close(self) -> None:
+        self._finish(is_written=False)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.finish(is_written=error is None)
-
-    def finish(self, *, is_written: bool = True) -> None:
+    def _finish(self, *, is_written: bool) -> None:
         """Stop a running profiler, and write what it has recorded unless `is_written` is False."""
         if self._running is not None:
             if not is_written or not self._recorded:
@@ -119,12 +110,12 @@ class Profiler:
             self._written = True
 
     def _write_files(self, recorded: profile) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         by = "self_cpu_time_total" if self._device.type == "cpu" else "self_device_time_total"
         table = recorded.key_averages().table(
             sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=NAME_WIDTH
         )
-        trace = self.folder / f"rank-{self._rank}.trace.json.gz"
+        trace = self._folder / f"rank-{self._rank}.trace.json.gz"
         # torch compresses the trace if the name ends in .gz.
         temporary = trace.with_name(f".{os.getpid()}.{trace.name}")
         try:
@@ -132,31 +123,4 @@ class Profiler:
             temporary.replace(trace)
         finally:
             temporary.unlink(missing_ok=True)
-        write_text(self.folder / f"rank-{self._rank}.txt", table)
-
-
-class Profile(Callback):
-    """Profiles the steps of `logging.profile_steps`, and records where the files are."""
-
-    def __init__(self, profiler: Profiler, journal: Journal) -> None:
-        self._profiler, self._journal = profiler, journal
-        self._step = ExitStack()
-        self._is_open = False
-
-    def before_step(self, context: Context) -> None:
-        if not self._is_open:  # a step that is tried again stays in the window that it opened
-            self._step.enter_context(self._profiler.step(context.step))
-            self._is_open = True
-
-    def after_step(self, context: Context) -> None:
-        self._step.close()
-        self._is_open = False
-        if self._profiler.take_written():
-            path = self._profiler.folder.relative_to(self._journal.run.root)
-            self._journal.record("profile", step=context.step, path=str(path))
-
-    def on_train_end(self, context: Context) -> None:
-        self._profiler.finish()
-
-    def close(self) -> None:
-        self._profiler.finish(is_written=False)
+        write_text(self._folder / f"rank-{self._rank}.txt", table)

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,11 @@ from trainctl.runs.recording import (
     PROJECTIONS,
     RecordedKind,
     Recording,
-    RecordingSettings,
     Summary,
     num_groups,
     signs,
 )
+from trainctl.runs.replays import RecordingSettings
 from trainctl.train.models.model import blocks
 from trainctl.train.models.recompute import is_recomputing
 from trainctl.train.session import Session
@@ -75,10 +75,10 @@ class TensorRecorder(Callback):
             place = None if parameter is None else self._names.pieces.get(parameter)
             if place is not None and place.is_expert:
                 continue  # it gets tokens of other ranks
-            hook = partial(self._add_output, name, place)
+            hook = partial(self._add, name, place)
             self._hooks.append(module.register_forward_hook(hook))
             if name in self._names.with_input:
-                hook = partial(self._add_input, name + INPUT, place)
+                hook = partial(self._add, name + INPUT, place)
                 self._hooks.append(module.register_forward_pre_hook(hook))
 
     def before_step(self, context: Context) -> None:
@@ -136,23 +136,14 @@ class TensorRecorder(Callback):
         for hook in self._hooks:
             hook.remove()
 
-    def _add_output(
-        self, name: str, piece: ParameterPiece | None, module: nn.Module, inputs: Any, output: Any
-    ) -> None:
-        self._add(name, module, output, self._features(module, piece, is_input=False))
-
-    def _add_input(
-        self, name: str, piece: ParameterPiece | None, module: nn.Module, inputs: Any
-    ) -> None:
-        self._add(name, module, inputs, self._features(module, piece, is_input=True))
-
     def _features(
         self, module: nn.Module, piece: ParameterPiece | None, *, is_input: bool
     ) -> tuple[int, torch.Tensor] | None:
         """Return the whole number of features, and those that this rank's part has.
 
         None if every rank has all of them. The part is empty if it cannot be told, because a hook
-        of tensor parallelism exchanges the layer's output.
+        of tensor parallelism exchanges the layer's output, and if another rank counts the same
+        key-value heads.
         """
         if piece is None or len(piece.shape) > 2:  # a block, or experts
             return None
@@ -161,17 +152,17 @@ class TensorRecorder(Callback):
         rows, columns = piece.shard.rows_and_columns(piece.shape, torch.device("cpu"))
         takes_columns = is_input != piece.inputs_first
         is_exchanged = not is_input and len(module._forward_hooks) > 1
+        is_copy = piece.gradient_parts > 1 and not (piece.shard.is_whole or piece.is_saved_here)
         own = columns if takes_columns else rows
-        return piece.shape[1 if takes_columns else 0], own[:0] if is_exchanged else own
+        return piece.shape[1 if takes_columns else 0], own[:0] if is_exchanged or is_copy else own
 
     def _add(
-        self,
-        name: str,
-        module: nn.Module,
-        values: Any,
-        features: tuple[int, torch.Tensor] | None,
+        self, name: str, piece: ParameterPiece | None, module: nn.Module, inputs: Any, *output: Any
     ) -> None:
-        """Add a tensor of (samples, positions, features), or this rank's part of it."""
+        """Add a layer's output, or its input if there is no output yet (a forward hook or
+        pre-hook): a tensor of (samples, positions, features), or this rank's part of it.
+        """
+        (values,) = output or (inputs,)
         if not module.training or is_recomputing():
             return
         number = self._passes[name]
@@ -188,16 +179,22 @@ class TensorRecorder(Callback):
             return
         length, width = tensor.shape[1:]
         axes = self._session.mesh
+        features = self._features(module, piece, is_input=not output)
         count, own = features or (width, torch.arange(width))
         if width == count:
             own = torch.arange(width)
         elif width != len(own):
             return
-        by = axes.sequence if axes.sequence.size > 1 else axes.tensor
+        places = torch.arange(self._length)
         is_whole = length == self._length
-        if not is_whole and length * by.size != self._length:
-            return
-        is_part = width != count or (not is_whole and by is axes.tensor)
+        # Tensor ranks may share the tokens of whole sequences (`sequence_sharded_norms`).
+        is_shared = not is_whole and axes.part.is_whole
+        if not is_whole:
+            mine = axes.part.of(places.unsqueeze(0))[0]
+            places = mine[axes.tensor.index * length :][:length] if is_shared else mine
+            if len(places) != length or (is_shared and length * axes.tensor.size != self._length):
+                return
+        is_part = width != count or is_shared
         if not is_part and not axes.tensor.is_first:
             return  # every tensor rank has it
         if name not in self._recording.order:
@@ -207,7 +204,7 @@ class TensorRecorder(Callback):
             tensor.detach(),
             name,
             samples,
-            0 if is_whole else by.index * length,
+            places.to(tensor.device),
             count,
             own.to(tensor.device),
         )
@@ -219,7 +216,7 @@ class TensorRecorder(Callback):
         tensor: torch.Tensor,
         name: str,
         samples: np.ndarray[Any, Any],
-        start: int,
+        places: torch.Tensor,
         count: int,
         features: torch.Tensor,
     ) -> Any:
@@ -228,7 +225,7 @@ class TensorRecorder(Callback):
         Args:
             tensor: (samples, positions, features).
             samples: Position of each sample in the global batch.
-            start: First of the tensor's positions.
+            places: The tensor's positions in the sequence.
             count: Features of the whole tensor.
             features: Index of each of the tensor's features.
         """
@@ -236,7 +233,7 @@ class TensorRecorder(Callback):
         table = partial(_sign_table, device=device)
         of_samples = table(self._samples, "sample")[:, torch.from_numpy(samples).to(device)]
         of_features = table(count, "feature")[:, features]
-        of_positions = table(start + tensor.shape[1], "place")[:, start:]
+        of_positions = table(self._length, "place")[:, places]
         size, width = len(tensor), tensor.shape[2]
         squares = torch.zeros(size, width, dtype=torch.float64, device=device)
         sums = torch.zeros(PROJECTIONS, size, width, dtype=torch.float64, device=device)
@@ -353,14 +350,9 @@ def _on_host(summary: Any) -> Summary:
     return Summary(summary.lines.cpu().numpy(), summary.columns.cpu().numpy())
 
 
-_tables: dict[tuple[int, str, torch.device], torch.Tensor] = {}
-
-
+@cache
 def _sign_table(size: int, axis: str, *, device: torch.device) -> torch.Tensor:
-    key = size, axis, device
-    if key not in _tables:
-        _tables[key] = torch.from_numpy(signs(size, axis)).to(device)
-    return _tables[key]
+    return torch.from_numpy(signs(size, axis)).to(device)
 
 
 class _Names:
@@ -380,8 +372,9 @@ class _Names:
         """
         layers = blocks(module)
         local = {part: name for name, part in module.named_modules()}
-        start = self._first_block()
-        prefix = local[layers[0]].rpartition(".")[0] if layers else "."
+        lists = dict.fromkeys(local[layer].rpartition(".")[0] for layer in layers)
+        starts = dict(zip(lists, self._first_blocks(), strict=False))
+        prefix = next(iter(starts), ".")
         known = self._session.shapes.keys() | self.pieces.keys()
         list_name = prefix.rpartition(".")[2]
         whole = next(
@@ -395,23 +388,26 @@ class _Names:
             own = [name for name, _ in part.named_parameters(recurse=False)]
             if not own and not is_block:
                 continue
-            if path.startswith(prefix + "."):
-                number, _, rest = path[len(prefix) + 1 :].partition(".")
-                name = f"{whole}.{int(number) + start}" + (f".{rest}" if rest else "")
+            home = next((each for each in starts if path.startswith(each + ".")), None)
+            if home is not None:
+                number, _, rest = path[len(home) + 1 :].partition(".")
+                name = f"{whole}.{int(number) + starts[home]}" + (f".{rest}" if rest else "")
             else:
                 name = self._outside(path.rpartition(".")[2], own, known)
             weight = next((n for n in (f"{name}.{each}" for each in own) if n in known), None)
             if weight is None and own and isinstance(part, nn.Linear):
                 weight = next((n for n, piece in self.pieces.items() if piece.is_embedding), None)
             found.append((part, name, weight))
-            if path.startswith(prefix + ".") and not is_block and _is_product(part):
+            if home is not None and not is_block and _is_product(part):
                 last[name.rpartition(".")[0]] = name
         self.with_input = set(last.values())
         yield from found
 
-    def _first_block(self) -> int:
+    def _first_blocks(self) -> tuple[int, ...]:
         plan, pipeline = self._session.plan, self._session.mesh.pipeline
-        return plan.stages[pipeline.index].start if pipeline.size > 1 else 0
+        if pipeline.size == 1:
+            return (0,)
+        return tuple(plan.stages[stage].start for stage in plan.stages_of(pipeline.index))
 
     @staticmethod
     def _outside(last: str, own: list[str], known: Any) -> str:
@@ -434,13 +430,7 @@ class _ReorderedProducts(TorchDispatchMode):
     but for rounding.
     """
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = _FIRST_FACTOR.get(func.name())
         if first is not None and all(type(each) in _PLAIN for each in args[first : first + 2]):
             left, right = args[first : first + 2]
@@ -454,12 +444,7 @@ _FIRST_FACTOR = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm
 """Position of the first factor among the arguments of a product."""
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-_orders: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-
+@cache
 def _other_order(size: int, device: torch.device) -> torch.Tensor:
-    key = size, device
-    if key not in _orders:
-        order = np.random.default_rng(0).permutation(size)
-        _orders[key] = torch.from_numpy(order).to(device)
-    return _orders[key]
+    return torch.from_numpy(np.random.default_rng(0).permutation(size)).to(device)

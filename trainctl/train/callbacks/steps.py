@@ -148,21 +148,17 @@ def peak_memory(device: torch.device) -> PeakMemory:
     Memory outside the allocator is what the driver counts as used beyond it, so another process on
     the same device is counted too.
     """
-    host = peak_resident_bytes()
-    if device.type == "cpu":
-        return PeakMemory(
-            device_peak_bytes=host,
-            allocated_peak_bytes=None,
-            reserved_peak_bytes=None,
-            host_peak_bytes=host,
-        )
-    allocated = torch.cuda.max_memory_allocated(device)
-    free, total = torch.cuda.mem_get_info(device)
-    outside = max(0, total - free - torch.cuda.memory_reserved(device))
+    device_peak = host = peak_resident_bytes()
+    allocated = reserved = None
+    if device.type != "cpu":
+        allocated = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        device_peak = allocated + max(0, total - free - torch.cuda.memory_reserved(device))
     return PeakMemory(
-        device_peak_bytes=allocated + outside,
+        device_peak_bytes=device_peak,
         allocated_peak_bytes=allocated,
-        reserved_peak_bytes=torch.cuda.max_memory_reserved(device),
+        reserved_peak_bytes=reserved,
         host_peak_bytes=host,
     )
 
@@ -194,7 +190,9 @@ def memory_record(
         name: None if first is None else max(peak[name] for peak in ranks)
         for name, first in ranks[0].items()
     }
-    planned = _planned_budget(plan)
+    traced = known_traced_model(plan.config)
+    is_known = traced is not None or not plan.config.model.needs_trace
+    planned = budget(plan, traced) if is_known else None  # a rank does not trace
     beside = host_bytes_in_device_peak(plan, planned) if planned else 0
     record: dict[str, Any] = {
         "measured": measured,
@@ -217,16 +215,6 @@ def memory_record(
             },
         }
     return record
-
-
-def _planned_budget(plan: RunPlan) -> MemoryBudget | None:
-    """Return the memory budget of a plan.
-
-    None for a model without a closed form whose trace is not in this user's cache: a rank does not
-    trace.
-    """
-    traced = known_traced_model(plan.config)
-    return None if traced is None and plan.config.model.needs_trace else budget(plan, traced)
 
 
 def host_bytes_in_device_peak(plan: RunPlan, planned: MemoryBudget) -> int:

@@ -192,14 +192,12 @@ def model_of_ranks(
         """`HFLM` that runs no model."""
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-            found: list[Any] = super().loglikelihood(requests, disable_tqdm=True)
-            return found
+            return super().loglikelihood(requests, disable_tqdm=True)
 
         def loglikelihood_rolling(
             self, requests: list[Any], disable_tqdm: bool = False
         ) -> list[Any]:
-            found: list[Any] = super().loglikelihood_rolling(requests, disable_tqdm=True)
-            return found
+            return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
         def _loglikelihood_tokens(
             self, requests: list[tuple[Any, list[int], list[int]]], **_: Any

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ class CheckpointReader:
             shard = Shard(*fragment["shard"]) if "shard" in fragment else whole
             self._fragments.setdefault(name, {}).setdefault(shard, []).append(fragment)
         self._open: dict[str, Any] = {}
+        self.verified = (0.0, 0)
+        """Seconds and bytes of the files that this rank has verified."""
 
     @property
     def has_average(self) -> bool:
@@ -144,8 +147,7 @@ class CheckpointReader:
         """Return a persistent buffer, flat; None if an older version did not save it."""
         for entry in self.manifest.get("buffers", []):
             if entry["name"] == name:
-                values: torch.Tensor = self._slice(entry["file"], entry["key"])[:]
-                return values
+                return self._slice(entry["file"], entry["key"])[:]
         return None
 
     def load_into(self, state: OptimizerState) -> None:
@@ -268,8 +270,9 @@ def newest_valid_checkpoint(run: RunPaths, process: Process) -> CheckpointReader
     candidates, passed_over = process.broadcast_from_first((candidates, passed_over))
     damaged: list[Path] = []
     chosen: Path | None = None
+    read = (0.0, 0)
     for path in candidates:
-        problems = _verify_together(path, process)
+        problems, read = _verify_together(path, process)
         if not problems:
             chosen = path
             break
@@ -289,7 +292,9 @@ def newest_valid_checkpoint(run: RunPaths, process: Process) -> CheckpointReader
     if process.is_first:
         for path in damaged:
             checkpoints.quarantine_checkpoint(path)
-    return CheckpointReader(chosen, passed_over)
+    reader = CheckpointReader(chosen, passed_over)
+    reader.verified = read
+    return reader
 
 
 def find_weights_checkpoint(path: Path, process: Process) -> CheckpointReader | None:
@@ -304,12 +309,12 @@ def find_weights_checkpoint(path: Path, process: Process) -> CheckpointReader | 
         TrainctlError: The checkpoint is damaged, or the run has none.
     """
     if (path / MANIFEST).is_file():
-        problems = _verify_together(path, process)
+        problems, _ = _verify_together(path, process)
     elif (path / "checkpoints").is_dir():
         found, problems = _newest_first(RunPaths(path), weights_only=True)
         problems = problems or [f"{path} has no checkpoint"]
         for path in found:
-            problems = _verify_together(path, process)
+            problems, _ = _verify_together(path, process)
             if not problems:
                 break
     else:
@@ -332,18 +337,24 @@ def _newest_first(run: RunPaths, *, weights_only: bool = False) -> tuple[list[Pa
     return whole, [look.problem for look in looks if look.info is None]
 
 
-def _verify_together(path: Path, process: Process) -> Sequence[str]:
-    """Return the problems of a checkpoint; all ranks together, each for its share of files."""
+def _verify_together(path: Path, process: Process) -> tuple[list[str], tuple[float, int]]:
+    """Return the problems of a checkpoint, and seconds and bytes of this rank's share of files.
+
+    All ranks call it together.
+    """
+    started, size = time.monotonic(), 0
     try:
         manifest = read_manifest(path)
         mine = manifest["files"][process.rank :: process.world_size]
         problems = verify_files(path, manifest, mine)
+        size = sum(entry["bytes"] for entry in mine)
     except ValueError as error:
         problems = [str(error)]
+    read = time.monotonic() - started, size
     found: list[str] = []
     for share in process.gather(problems):
         found += [problem for problem in share if problem not in found]
-    return found
+    return found, read
 
 
 _TYPE_NAMES = {

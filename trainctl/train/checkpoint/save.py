@@ -41,8 +41,8 @@ from trainctl.train.checkpoint.optimizer_state import MASTER, OptimizerState
 
 Result = TypeVar("Result")
 
-Written = tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]
-"""Manifest entries of a rank's file: the file, its fragments, its buffers."""
+Written = tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], float]
+"""Manifest entries of a rank's file: the file, its fragments, its buffers; seconds of writing."""
 
 MANIFEST_BYTES = 512
 """Generous estimate of the manifest's size per tensor and per fragment."""
@@ -137,7 +137,7 @@ def write_checkpoint(
     part: RankPart,
     facts: dict[str, Any],
     config: CheckpointConfig,
-) -> Path:
+) -> tuple[Path, list[tuple[float, int]]]:
     """Write a checkpoint to a temporary folder, commit it, then rotate older ones; on all ranks.
 
     Args:
@@ -147,7 +147,7 @@ def write_checkpoint(
         config: Which checkpoints to keep.
 
     Returns:
-        The committed folder.
+        The committed folder; seconds and bytes of each rank's file.
 
     Raises:
         TrainctlError: A rank could not write. Nothing is left of this checkpoint; older ones stay.
@@ -185,13 +185,14 @@ def write_checkpoint(
         except OSError as error:
             # This checkpoint is safe. If the disk fills up, the next save fails and says so.
             print(f"an old checkpoint could not be deleted: {error}", flush=True)
-    return run.checkpoints / checkpoints.checkpoint_name(step, weights_only=weights_only)
+    files = [(seconds, int(file["bytes"])) for file, _, _, seconds in written]
+    return run.checkpoints / checkpoints.checkpoint_name(step, weights_only=weights_only), files
 
 
 def _build_manifest(
     facts: dict[str, Any], part: RankPart, states: list[list[str]], written: list[Written]
 ) -> dict[str, Any]:
-    files, fragments, buffers = zip(*written, strict=True)
+    files, fragments, buffers, _ = zip(*written, strict=True)
     return {
         **facts,
         "format": FORMAT,
@@ -216,7 +217,9 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def _write_part(folder: Path, rank: int, part: RankPart, reached: checkpoints.PhaseHook) -> Written:
-    """Write this rank's file; return manifest entries of file, fragments and buffers."""
+    """Write this rank's file; return manifest entries of file, fragments and buffers, and the
+    seconds it took.
+    """
 
     def tensors() -> Iterator[torch.Tensor]:
         for index, tensor in enumerate(part.tensors()):
@@ -225,7 +228,9 @@ def _write_part(folder: Path, rank: int, part: RankPart, reached: checkpoints.Ph
             yield tensor
 
     file = f"rank-{rank:05d}.safetensors"
+    started = time.monotonic()
     size, digest = write_stream(folder / file, part.layout, tensors())
+    seconds = time.monotonic() - started
     buffers = [
         {"name": name, "file": file, "key": key, "numel": math.prod(part.layout[key][1])}
         for key, name in part.buffers.items()
@@ -243,7 +248,7 @@ def _write_part(folder: Path, rank: int, part: RankPart, reached: checkpoints.Ph
         }
         for fragment, sides in zip(part.fragments, part.sides, strict=True)
     ]
-    return {"name": file, "bytes": size, "sha256": digest}, fragments, buffers
+    return {"name": file, "bytes": size, "sha256": digest}, fragments, buffers, seconds
 
 
 def _do_nothing() -> None:
@@ -287,6 +292,8 @@ class SavedCheckpoint:
     """Time from the start of the save to the end of the rotation."""
     stall_seconds: float
     """Time that the training loop waited, also for an earlier save."""
+    files: list[tuple[float, int]]
+    """Seconds and bytes of each rank's file."""
 
 
 class Saver:
@@ -394,11 +401,12 @@ class Saver:
     def _write(
         self, part: RankPart, facts: dict[str, Any], started: float, stalled: float | None
     ) -> None:
-        path = write_checkpoint(self._run, self._process, part, facts, self._config)
+        path, files = write_checkpoint(self._run, self._process, part, facts, self._config)
         seconds = time.monotonic() - started
         stall = seconds if stalled is None else stalled
-        saved = SavedCheckpoint(facts["step"], path, facts["weights_only"], seconds, stall)
-        self._saved.put(saved)
+        self._saved.put(
+            SavedCheckpoint(facts["step"], path, facts["weights_only"], seconds, stall, files)
+        )
 
 
 FAULT_VARIABLE = "TRAINCTL_FAULT"

@@ -24,6 +24,7 @@ from trainctl.plans.trainable import (
     adapted_layers,
     added_tensors,
     linear_layers,
+    stacked_experts,
     tied_parameters,
     trainable,
 )
@@ -75,7 +76,8 @@ def export_adapter(
     # PEFT reads a tied weight that trains under both of its names.
     tied = {alias: tensors[n] for alias, n in tied_parameters(config.model) if n in tensors}
     tensors |= tied
-    layout = {_peft_name(name): (dtype, tensor.shape) for name, tensor in tensors.items()}
+    names = _stacked_names(layers)
+    layout = {names.get(n, _peft_name(n)): (dtype, _peft_shape(t)) for n, t in tensors.items()}
     total = sum(tensor.numel for tensor in tensors.values()) * dtype.itemsize
     base = source.manifest["base"]
     with new_folder(out, total) as folder:
@@ -83,9 +85,8 @@ def export_adapter(
         def values() -> Iterator[torch.Tensor]:
             done = 0
             for tensor in tensors.values():
-                shape = torch.Size(tensor.shape)
-                yield source.read(tensor.name, shape, 0, shape.numel()).to(dtype)
-                done += shape.numel() * dtype.itemsize
+                yield _peft_values(source, tensor).to(dtype)
+                done += tensor.numel * dtype.itemsize
                 progress(done, total)
 
         write_stream(folder / "adapter_model.safetensors", layout, values(), {"format": "pt"})
@@ -127,6 +128,45 @@ def _peft_name(name: str) -> str:
     return f"{PREFIX}{layer}.{ENDS.get(tensor, tensor)}"
 
 
+def _stacked_names(layers: Sequence[LinearLayer]) -> dict[str, str]:
+    """Return PEFT's names of the tensors beside stacked experts, by canonical name.
+
+    PEFT wraps the module once for each parameter, the module's first parameter innermost
+    (`ParamWrapper`); the name of a wrapper's tensor has no name of a parameter in it.
+    """
+    names: dict[str, str] = {}
+    by_module: dict[str, list[LinearLayer]] = {}
+    for layer in filter(lambda layer: layer.experts, layers):
+        by_module.setdefault(layer.name.rpartition(".")[0], []).append(layer)
+    for module, stacked in by_module.items():
+        for outside, layer in enumerate(reversed(stacked)):
+            for tensor in (LORA_A, LORA_B):
+                inside = ".base_layer" * outside
+                names[layer.added_name(tensor)] = f"{PREFIX}{module}{inside}.{ENDS[tensor]}"
+    return names
+
+
+def _peft_shape(tensor: TensorShape) -> tuple[int, ...]:
+    """Return the shape that PEFT stores: beside stacked experts A is (experts x rank, inputs) and B
+    (outputs, rank x experts).
+    """
+    if len(tensor.shape) < 3:
+        return tensor.shape
+    experts, rows, columns = tensor.shape
+    if tensor.name.endswith(LORA_A):
+        return experts * rows, columns
+    return rows, columns * experts
+
+
+def _peft_values(source: CheckpointReader, tensor: TensorShape) -> torch.Tensor:
+    """Return a tensor's values in the order in which PEFT stores them, flat."""
+    shape = torch.Size(tensor.shape)
+    values = source.read(tensor.name, shape, 0, tensor.numel)
+    if len(shape) < 3 or tensor.name.endswith(LORA_A):
+        return values
+    return values.view(shape).permute(1, 2, 0).reshape(-1)
+
+
 def peft_config(
     adapter: LowRank,
     layers: Sequence[LinearLayer],
@@ -140,6 +180,10 @@ def peft_config(
     """
     spec = spec_of(adapter)
     alpha = adapter.alpha
+    linear = [layer for layer in layers if not layer.experts]
+    stacked = [layer for layer in layers if layer.experts]
+    # PEFT takes one name for parameters and modules alike: the module's name tells them apart.
+    parameters = _target_names(stacked, tuple(stacked_experts(model)), parts=2)
     if spec.rank_power not in (1, ROOT):  # PEFT divides by the rank, or by its root alone
         alpha = spec.scale(adapter) * adapter.rank
     return {
@@ -149,26 +193,31 @@ def peft_config(
         "r": adapter.rank,
         "lora_alpha": alpha,
         "lora_dropout": adapter.dropout,
-        "target_modules": _target_module_names(layers, tuple(linear_layers(model))),
+        "target_modules": _target_names(linear, tuple(linear_layers(model))),
+        **({"target_parameters": parameters} if parameters else {}),
         "use_rslora": spec.rank_power == ROOT,
         "use_dora": spec.has_magnitude,
-        "fan_in_fan_out": any(layer.inputs_first for layer in layers),
+        "fan_in_fan_out": any(layer.inputs_first for layer in linear),
         "bias": "none",
         "inference_mode": True,
     }
 
 
-def _target_module_names(
-    layers: Sequence[LinearLayer], every: Collection[LinearLayer]
+def _target_names(
+    layers: Sequence[LinearLayer], every: Collection[LinearLayer], *, parts: int = 1
 ) -> list[str]:
     """Return the last parts of the adapted layers' names; whole names if that would be ambiguous.
 
     PEFT adapts every module whose name ends so, also outside of the blocks. The last parts are
-    ambiguous if other linear layers of the blocks share them.
+    ambiguous if other layers of `every` share them.
     """
-    ends = sorted({layer.name.rpartition(".")[2] for layer in layers})
+
+    def end(layer: LinearLayer) -> str:
+        return ".".join(layer.name.split(".")[-parts:])
+
+    ends = sorted({end(layer) for layer in layers})
     chosen = {layer.name for layer in layers}
-    meant = {layer.name for layer in every if layer.name.rpartition(".")[2] in ends}
+    meant = {layer.name for layer in every if end(layer) in ends}
     return ends if meant == chosen else sorted(chosen)
 
 

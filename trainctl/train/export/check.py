@@ -35,7 +35,7 @@ from trainctl.train.adapters.quantized import dequantized_source
 from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import Prompts, prompts_of
-from trainctl.train.export.module import load_module
+from trainctl.train.export.loading import load_module
 from trainctl.train.models.encoders import auto_class
 from trainctl.train.models.frozen_base import (
     FullModel,
@@ -218,7 +218,12 @@ def compare(
     _change(model, partial(_round_folded, config, rounded))
     ours = [_scores(model, each) for each in ids]
     generator = torch.Generator().manual_seed(0)
-    _change(model, lambda name, values: values * _nudges(values, place, generator))
+
+    def nudged_by(name: str, values: torch.Tensor) -> torch.Tensor:
+        signs = torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
+        return values * (1 + signs * place)
+
+    _change(model, nudged_by)
     nudged = [_scores(model, each) for each in ids]
     del model
     target = load()
@@ -266,11 +271,6 @@ def _round_folded(
     factors = torch.ones_like(values).view(-1)
     factors = fold_multipliers(config.model, name, values.shape, 0, factors).view(values.shape)
     return rounded(name, values * factors) / factors
-
-
-def _nudges(values: torch.Tensor, place: float, generator: torch.Generator) -> torch.Tensor:
-    """Return factors that change values by a relative size, up or down at random."""
-    return 1 + (torch.randint(0, 2, values.shape, generator=generator) * 2 - 1) * place
 
 
 def _scores(model: nn.Module, ids: list[int], padding: Sequence[int] = ()) -> torch.Tensor:
@@ -383,15 +383,13 @@ class TransformersTarget:
     def text_ids(self, text: str) -> list[int] | None:
         if self._tokenizer is None:
             return None
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def chat_ids(self, messages: list[dict[str, str]], arguments: dict[str, Any]) -> list[int]:
         assert self._tokenizer is not None
-        ids: list[int] = self._tokenizer.apply_chat_template(
+        return self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, **arguments
         )
-        return ids
 
     def stops_at(self, token: int) -> bool:
         settings = getattr(self._model, "generation_config", None)
@@ -482,14 +480,12 @@ class _LlamaCppTarget:
         return made
 
     def text_ids(self, text: str) -> list[int]:
-        ids: list[int] = self._ask("/tokenize", content=text)["tokens"]
-        return ids
+        return self._ask("/tokenize", content=text)["tokens"]
 
     def chat_ids(self, messages: list[dict[str, str]], arguments: dict[str, Any]) -> list[int]:
         made = self._ask("/apply-template", messages=messages, chat_template_kwargs=arguments)
         said = self._ask("/tokenize", content=made["prompt"], add_special=True, parse_special=True)
-        ids: list[int] = said["tokens"]
-        return ids
+        return said["tokens"]
 
     def stops_at(self, token: int) -> bool:
         said = self._ask(

@@ -1,7 +1,11 @@
-"""Models of exports, in this process: the trainer's side of `trainctl.load`."""
+"""Models of exports, in this process: the trainer's side of `trainctl.load`.
+
+The export of a user's module has weights in safetensors beside the reference of its function.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,18 +13,43 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+from trainctl.config.registry import new_section
+from trainctl.config.schema import ModelConfig
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.data.user_functions import make_importable
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.tokenizer import spec_of
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import read_record
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
-from trainctl.train.export.module import is_module_export, load_module, plain_module
 from trainctl.train.models.encoders import auto_class
+from trainctl.train.models.model import factory_model, materialise, skeleton
+from trainctl.train.models.weights import SafetensorsWeights
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+FILE = "module.json"
+"""File in place of `config.json`, with the function's reference and its arguments."""
+
+NOT_LOADED = (
+    f"{FILE} names the function and its arguments: trainctl.load reads it, transformers does not"
+)
+
+
+def write_module_file(model: ModelConfig, dtype: torch.dtype, folder: Path) -> None:
+    """Write the reference of the function that makes the module, its arguments and the type."""
+    write_json(
+        folder / FILE,
+        {
+            "factory": model.factory,
+            "arguments": getattr(model, "arguments", {}),
+            "dtype": str(dtype).removeprefix("torch."),
+        },
+    )
 
 
 def load_run_export(run: RunPaths, folder: Path, dtype: str) -> tuple[Any, Any]:
@@ -35,9 +64,7 @@ def load_run_export(run: RunPaths, folder: Path, dtype: str) -> tuple[Any, Any]:
     kind: Any = None
     if config.model.factory is not None:
         make_importable(Path(str(read_record(run)["folder"])))  # as on the ranks
-        if not is_module_export(folder):
-            from trainctl.train.models.model import factory_model  # slow: brings the quantizers
-
+        if not (folder / FILE).is_file():
             kind = type(factory_model(config.model, TYPES[dtype]))
     model = _load_model(folder, TYPES[dtype], kind, trusts_code=trusts_code)
     if spec_of(config.tokenizer).published is None:
@@ -63,8 +90,9 @@ def _load_model(
     """Return the model of an export in evaluation mode, read by a class of transformers if the
     directory has a config.json: by `kind`, else by the auto class of its architecture.
     """
-    if is_module_export(folder):
-        return plain_module(load_module(folder, dtype=dtype))
+    if (folder / FILE).is_file():
+        view: Any = load_module(folder, dtype=dtype)
+        return view.module.eval()
     settings = {"trust_remote_code": True} if trusts_code else {}
     if kind is None:
         config = AutoConfig.from_pretrained(folder, **settings)
@@ -72,6 +100,35 @@ def _load_model(
         kind = auto_class(config, has_score=named[0].endswith("ForSequenceClassification"))
     with _quiet():
         return kind.from_pretrained(folder, dtype=dtype or "auto", **settings)
+
+
+def load_module(folder: Path, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Return the module of an export on the CPU, seen as a model of transformers.
+
+    The function is imported as any module of this process is, and runs here: load exports that you
+    trust.
+
+    Args:
+        dtype: Type of the weights; None is the export's own.
+
+    Raises:
+        TrainctlError: The folder is no such export (exit code 5), the function cannot be imported,
+            or it makes another module.
+    """
+    try:
+        found: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        factory, arguments = str(found["factory"]), dict(found["arguments"])
+        kept = getattr(torch, str(found["dtype"]))
+        if not isinstance(kept, torch.dtype):
+            raise ValueError(f"{found['dtype']} is no type of weights")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise TrainctlError(
+            f"{folder} is no export of a module: {FILE}: {error}", exit_code=ExitCode.run_state
+        ) from None
+    model = new_section("model", "module", factory=factory, arguments=arguments)
+    view = skeleton(model, kept if dtype is None else dtype)
+    materialise(view, SafetensorsWeights(folder, view), torch.device("cpu"))
+    return view.eval()
 
 
 @contextmanager

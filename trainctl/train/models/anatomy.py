@@ -46,7 +46,7 @@ from trainctl.models.anatomy import (
 from trainctl.models.directory import ENCODERS
 from trainctl.models.hf_weights import output_layer
 from trainctl.models.tensors import SCORE
-from trainctl.train.models.encoders import auto_class, is_encoder
+from trainctl.train.models.encoders import is_encoder
 from trainctl.train.models.model import (
     blocks,
     class_name,
@@ -57,6 +57,7 @@ from trainctl.train.models.model import (
     require_all_to_train,
     skeleton,
     transformers_config,
+    transformers_model,
 )
 from trainctl.train.models.module import ModuleModel, largest_list, require_first_argument
 from trainctl.train.models.module_layouts import module_layouts
@@ -76,6 +77,9 @@ code path.
 
 COUNTED = "trainctl_counted"
 """Name under which the recording attention is registered in transformers' `AttentionInterface`."""
+
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")
+"""Names of the dropout of attention in configurations of transformers."""
 
 SHARED = ("shared_expert", "shared_mlp")
 ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.|$)")
@@ -178,10 +182,12 @@ def _read_anatomy(model: ModelConfig) -> Anatomy:
         else:
             config = transformers_config(model)
             _refuse_other_tasks(model, config)
+            # torch computes fake shapes of a grouped product for bf16 only.
+            build = partial(transformers_model, model, config, torch.bfloat16)
             try:
-                built = _build_model(model, config, COUNTED)
+                built = build(COUNTED)
             except KeyError:  # older classes have a table of attentions of their own
-                built = _build_model(model, config, AttentionKind.eager.value)
+                built = build(AttentionKind.eager.value)
         require_blocks(built, model)
         if model.score_outputs is not None and output_layer(built) is not getattr(built, SCORE, 0):
             raise TrainctlError(
@@ -272,17 +278,6 @@ def _run_forward(built: PreTrainedModel, seen: ForwardProbe) -> Any:
         module.register_forward_pre_hook(seen.choose)
     skip_duplicate_blocks(built)
     return built(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
-
-
-def _build_model(model: ModelConfig, config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    has_score = model.score_outputs is not None
-    built: PreTrainedModel = auto_class(config, has_score=has_score).from_config(
-        config,
-        dtype=torch.bfloat16,  # torch computes fake shapes of a grouped product for bf16 only
-        attn_implementation=attention,
-        trust_remote_code=model.trust_remote_code,
-    )
-    return built
 
 
 def anatomy_of_built(
@@ -388,8 +383,10 @@ class _Reader:
             is_recurrent=bool(built._is_stateful),
             is_encoder=is_encoder(built.config),
             has_length_dependent_rope=any(map(_rope_depends_on_length, built.modules())),
+            drops_attention=any(getattr(built.config, name, 0) for name in ATTENTION_DROPOUT),
             has_custom_expert_forward=not experts <= set(expert_modules(built)),
             has_unknown_routers=not experts <= {module for _, module in routers_of(built)},
+            has_inputs_first_experts=any(getattr(m, "is_transposed", False) for m in experts),
         )
 
     def _read_blocks(self) -> Iterator[Block]:

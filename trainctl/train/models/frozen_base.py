@@ -238,8 +238,7 @@ def _shapes_to_continue(whole: FullModel, shapes: Shapes) -> dict[str, list[int]
 
 def adapter_of(manifest: Mapping[str, Any]) -> AdapterConfig:
     """Return the adapter section of a checkpoint's manifest; kind none if it has no adapter."""
-    found: AdapterConfig = from_plain(AdapterConfig, manifest.get("adapter", {}))
-    return found
+    return from_plain(AdapterConfig, manifest.get("adapter", {}))
 
 
 def base_file(checkpoint: Path) -> Path:

@@ -103,8 +103,7 @@ def _tile_forward(module: nn.Module, forward: Callable[..., Any], tiles: int) ->
     def in_tiles(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         """Run `forward` on tiles. Every argument, and the result, has one row per token."""
         if hidden.shape[:-1].numel() < tiles:  # such as the prompt of a sample
-            whole: torch.Tensor = forward(hidden, *others)
-            return whole
+            return forward(hidden, *others)
         run = forward
         if torch.is_grad_enabled():
             run = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=drops)

@@ -96,7 +96,11 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         built = factory_model(model, dtype, on_meta=True)
     else:
         with _parameters_on_meta(), SkipInit():
-            built = factory_model(model, dtype) if model.factory else _own_model(model, dtype)
+            if model.factory is None:
+                shape = transformers_config(model)
+                built = transformers_model(model, shape, dtype, model.attention.value)
+            else:
+                built = factory_model(model, dtype)
             if model.future_blocks is not None:
                 add_future_blocks(built, spec_of(model), model.future_blocks)
                 getattr(built, FUTURE).to(dtype)
@@ -138,15 +142,17 @@ def require_all_to_train(model: nn.Module) -> None:
         )
 
 
-def _own_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    config, has_score = transformers_config(model), model.score_outputs is not None
-    built: PreTrainedModel = auto_class(config, has_score=has_score).from_config(
+def transformers_model(
+    model: ModelConfig, config: PretrainedConfig, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """Return the model that transformers makes of its configuration of a shape."""
+    has_score = model.score_outputs is not None
+    return auto_class(config, has_score=has_score).from_config(
         config,
         dtype=dtype,
-        attn_implementation=model.attention.value,
+        attn_implementation=attention,
         trust_remote_code=model.trust_remote_code,
     )
-    return built
 
 
 def factory_model(

@@ -8,6 +8,7 @@ class of recomputed layers. `trainctl.models.module` documents what the module m
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,6 +35,7 @@ from trainctl.train.models.weights import (
     NonShardableInit,
     WholeInitializer,
     constant_initializer,
+    storage_id,
 )
 
 MODEL_TYPE = "module"
@@ -52,6 +54,14 @@ class _View:
     """Embedding of the tokens, outside the blocks."""
     head: nn.Linear | None = None
     """Last linear layer outside the blocks with a row for each token."""
+
+
+def shallow_copy(module: Any) -> Any:
+    """Return a module with the same parameters and submodules, any of which may be replaced."""
+    copied = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        copied.__dict__[name] = dict(copied.__dict__[name])
+    return copied
 
 
 class ModuleModelConfig(PretrainedConfig):
@@ -89,17 +99,22 @@ class ModuleModel(PreTrainedModel):
             block.__class__ = _recomputable(block.__class__)
         return made
 
+    def shallow_copy(self) -> ModuleModel:
+        """Return a view of a shallow copy of the module."""
+        module, made = shallow_copy(self.module), type(self).__new__(type(self))
+        object.__setattr__(made, "__dict__", module.__dict__)
+        module.__dict__[VIEW] = replace(self.__dict__[VIEW], module=module)
+        return made
+
     @property
     def config(self) -> PretrainedConfig:  # type: ignore[override]
         """Configuration; the module may have an attribute of that name."""
-        config: PretrainedConfig = self.__dict__[VIEW].config
-        return config
+        return self.__dict__[VIEW].config
 
     @property
     def module(self) -> nn.Module:
         """The user's module."""
-        found: nn.Module = self.__dict__[VIEW].module
-        return found
+        return self.__dict__[VIEW].module
 
     def forward(
         self,
@@ -137,15 +152,13 @@ class ModuleModel(PreTrainedModel):
         found = found[0] if isinstance(found, tuple | list) else found
         for name in ("logits", "last_hidden_state"):
             found = getattr(found, name, found)
-        result: torch.Tensor = found
-        return result
+        return found
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of last hidden states."""
         method = _method(self.module, "logits")
         assert method is not None
-        logits: torch.Tensor = method(hidden)
-        return logits
+        return method(hidden)
 
     def own_blocks(self) -> list[nn.Module]:
         """Return the module's blocks, in order."""
@@ -344,9 +357,8 @@ class ConstructorInit(InitRecorder):
     def to_meta(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter's stand-in on the meta device, the same for the same parameter."""
         if parameter in self._moved:
-            known: nn.Parameter = self._moved[parameter]
-            return known
-        storage = _storage(parameter)
+            return self._moved[parameter]
+        storage = storage_id(parameter)
         if storage in self._known:
             return parameter
         made = parameter
@@ -367,7 +379,7 @@ class ConstructorInit(InitRecorder):
     def find_parameters(self, built: nn.Module) -> None:
         """Recognise the parameters of a finished module, before their storages are replaced."""
         for parameter in built.parameters():
-            if (known := self._known.get(_storage(parameter))) is not None:
+            if (known := self._known.get(storage_id(parameter))) is not None:
                 self._keys[parameter] = known[0]
 
     def of(self, names: dict[nn.Parameter, str]) -> _Started:
@@ -380,13 +392,13 @@ class ConstructorInit(InitRecorder):
 
     def _is_whole(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is all of a recorded one, and not a part of it."""
-        known = self._known.get(_storage(tensor))
+        known = self._known.get(storage_id(tensor))
         return known is not None and tensor.is_contiguous() and tensor.shape == known[1].shape
 
     def _watch(self, tensor: Any) -> str:
         """Return the key under which all that is done to a tensor is recorded from now on."""
         key = str(len(self._known))
-        self._known[_storage(tensor)] = (key, tensor)
+        self._known[storage_id(tensor)] = (key, tensor)
         return key
 
     def _keep_values(self, key: str, values: torch.Tensor) -> None:
@@ -401,21 +413,21 @@ class ConstructorInit(InitRecorder):
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if func._schema.is_mutable:
             if args and isinstance(args[0], torch.Tensor):
-                storage = _storage(args[0])
+                storage = storage_id(args[0])
                 self._fresh.discard(storage)
                 origin, made = self._origins.get(storage, (None, None))
                 if origin is not None and origin() is not None:
-                    self._note(self._known[_storage(made)][0], made, args[0], func, args[1:])
+                    self._note(self._known[storage_id(made)][0], made, args[0], func, args[1:])
         elif func.name() == "aten::clone" and self._is_whole(args[0]):  # a block is copied
-            source, key = self._known[_storage(args[0])][0], self._watch(output)
+            source, key = self._known[storage_id(args[0])][0], self._watch(output)
             self.laws |= {key: list(self.laws[source])} if source in self.laws else {}
             self._unknown |= {key: self._unknown[source]} if source in self._unknown else {}
         elif isinstance(output, torch.Tensor):
-            shared = {_storage(each) for each in args if isinstance(each, torch.Tensor)}
+            shared = {storage_id(each) for each in args if isinstance(each, torch.Tensor)}
             if func.name() in FRESH:
-                self._fresh.add(_storage(output))
-            elif _storage(output) not in shared:  # not a view: other values, maybe at a freed place
-                self._fresh.discard(_storage(output))
+                self._fresh.add(storage_id(output))
+            elif storage_id(output) not in shared:  # no view: other values, maybe at a freed place
+                self._fresh.discard(storage_id(output))
         return output
 
     def _note(self, name: str, *rest: Any) -> None:
@@ -442,10 +454,6 @@ def record_constructors() -> Iterator[ConstructorInit]:
             yield recorder
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def require_first_argument(blocks: Sequence[nn.Module]) -> None:

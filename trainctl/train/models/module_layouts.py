@@ -26,13 +26,13 @@ from trainctl.engines.process import Axis
 from trainctl.errors import TrainctlError
 from trainctl.train.models.model import whole_pieces
 from trainctl.train.models.module import ModuleModel
+from trainctl.train.parallel.collectives import Copy, Reduce
 from trainctl.train.parallel.module_plan import (
     read_pipeline_plan,
     read_tensor_plan,
     vocabulary_layers,
 )
 from trainctl.train.parallel.pipeline import cut_to_stage
-from trainctl.train.parallel.row_layers import Copy, Reduce
 from trainctl.train.parallel.tensor import shard_model
 
 Make = Callable[[], ModuleModel]
@@ -169,7 +169,7 @@ def _check_cut(make: Make, count: int, expected: _ReducedSizes) -> None:
             raise TrainctlError(
                 f"tensor_plan() cuts {piece.name}, and no rowwise layer sums what follows from it"
             )
-        if piece.shard.is_whole and inside and not piece.has_partial_gradient:
+        if piece.shard.is_whole and inside and piece.gradient_parts == 1:
             raise TrainctlError(
                 f"every rank has {piece.name} whole, and uses it for its own channels: "
                 'tensor_plan() has to cut it, or say "replicated_with_grad_allreduce"'
@@ -286,8 +286,7 @@ def _run(model: ModuleModel, states: torch.Tensor, *, is_last: bool = True) -> t
     """Return the logits, or the hidden states of a stage that is not the last."""
     if not is_last:
         return model.hidden_states(states)
-    logits: torch.Tensor = model(states).logits
-    return logits
+    return model(states).logits
 
 
 def _tokens() -> torch.Tensor:

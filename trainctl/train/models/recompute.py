@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ SAVED_OPERATIONS = frozenset(
         "aten::_grouped_mm",
         "transformers::grouped_mm_fallback",
         "trainctl::exchange",
+        "trainctl::ring_attention",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
@@ -214,7 +214,15 @@ class _SavedOutput:
     output: Any
 
 
-class _SaveOutputs(TorchDispatchMode):
+class _KeepingMode(TorchDispatchMode):
+    """Dispatch mode with the results that are kept between forward pass and recomputation."""
+
+    def __init__(self, kept: deque[_SavedOutput]) -> None:
+        super().__init__()
+        self._kept = kept
+
+
+class _SaveOutputs(_KeepingMode):
     """Dispatch mode that keeps the results of `SAVED_OPERATIONS`.
 
     `torch.utils.checkpoint.create_selective_checkpoint_contexts` keeps such results too. But a
@@ -223,49 +231,27 @@ class _SaveOutputs(TorchDispatchMode):
     operation that writes to a kept tensor leaves a copy of it behind.
     """
 
-    def __init__(self, kept: deque[_SavedOutput]) -> None:
-        super().__init__()
-        self._kept = kept
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = {_storage_address(tensor) for tensor in _changed_tensors(func, args, kwargs)}
-        if written:
-            self._copy(written)
-        output = func(*args, **kwargs)
-        if func.name() in SAVED_OPERATIONS:
-            self._kept.append(_SavedOutput(func.name(), _detached(output)))
-        return output
-
-    def _copy(self, written: set[int]) -> None:
-        for item in self._kept:
+        for item in self._kept if written else ():
             item.output = tree_map_only(
                 torch.Tensor,
                 lambda tensor: tensor.clone() if _storage_address(tensor) in written else tensor,
                 item.output,
             )
+        output = func(*args, **kwargs)
+        if func.name() in SAVED_OPERATIONS:
+            # New tensor objects on the same storage: autograd is about to write to these.
+            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+            self._kept.append(_SavedOutput(func.name(), detached))
+        return output
 
 
-class _ReplaySaved(TorchDispatchMode):
+class _ReplaySaved(_KeepingMode):
     """Dispatch mode that returns the kept results, in order, in place of computing them again."""
 
-    def __init__(self, kept: deque[_SavedOutput]) -> None:
-        super().__init__()
-        self._kept = kept
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() not in SAVED_OPERATIONS:
             return func(*args, **(kwargs or {}))
         if not self._kept or self._kept[0].operation != func.name():
@@ -295,9 +281,3 @@ def _tensor_leaves(tree: Any) -> Iterator[torch.Tensor]:
 
 def _storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-_detached = partial(tree_map_only, torch.Tensor, torch.Tensor.detach)
-"""Return the results as new tensor objects on the same storage: autograd is about to write to the
-originals.
-"""

@@ -45,16 +45,17 @@ from trainctl.train.models.anatomy import (
     skip_duplicate_blocks,
     supported_attentions,
 )
-from trainctl.train.models.encoders import auto_class
 from trainctl.train.models.model import (
     TORCH_TYPES,
     factory_model,
     failures_in_words,
     transformers_config,
+    transformers_model,
     whole_pieces,
 )
 from trainctl.train.models.module_layouts import other_ranks
 from trainctl.train.models.recompute import SAVED_OPERATIONS
+from trainctl.train.models.weights import storage_id
 from trainctl.train.parallel.tensor import shard_model
 
 
@@ -76,7 +77,9 @@ def trace(config: RunConfig) -> TracedModel:
             anatomy = anatomy_of_built(model, config.model)
             with _cut_module(model, config):
                 recorder = Recorder(model, skip_duplicate_blocks(model))
-                with _OneTypeProducts(config) if _keeps_types(config) else nullcontext():
+                # FSDP2 casts the inputs of blocks.
+                keeps_types = config.model.is_module and engine_of(config).takes_json
+                with _OneTypeProducts(config) if keeps_types else nullcontext():
                     _forward(model, config, recorder)
             return TracedModel(anatomy=anatomy, block=_mean_of_blocks(recorder, config))
 
@@ -95,13 +98,6 @@ def _cut_module(model: PreTrainedModel, config: RunConfig) -> Iterator[None]:
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"}
 """Operations whose tensors must be of one type on a device. Fake tensors may be of several."""
-
-
-def _keeps_types(config: RunConfig) -> bool:
-    """Whether a module of the user's gets its tensors as it makes them: FSDP2 casts the inputs of
-    blocks.
-    """
-    return config.model.is_module and engine_of(config).takes_json
 
 
 class _OneTypeProducts(TorchDispatchMode):
@@ -165,7 +161,7 @@ class Recorder(TorchDispatchMode):
         self._counts = counts
         self.blocks: list[TracedBytes] = []
         self._part: str | None = None
-        self._weights = {_storage_id(tensor) for tensor in model.parameters()}
+        self._weights = {storage_id(tensor) for tensor in model.parameters()}
         # Tensors by storage key; holding the tensor keeps its key from being reused.
         self._ignored: dict[int, torch.Tensor] = {}
         self._seen: dict[int, torch.Tensor] = {}
@@ -188,7 +184,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func.name() == "aten::_to_copy" and _storage_id(args[0]) in self._weights:
+        if func.name() == "aten::_to_copy" and storage_id(args[0]) in self._weights:
             self._ignore(output)  # autocast's copy of a weight: counted with the weights
         if self._part is not None and func.name() in SAVED_OPERATIONS:
             results = output if isinstance(output, tuple) else (output,)
@@ -224,7 +220,7 @@ class Recorder(TorchDispatchMode):
     def _entering(self, part: str) -> Any:
         def enter(child: nn.Module, args: Any, kwargs: Any) -> None:
             # The input is a norm's output, and the closed form counts it with the norms.
-            self._owners |= {_storage_id(tensor): "norms" for tensor in _tensors_in((args, kwargs))}
+            self._owners |= {storage_id(tensor): "norms" for tensor in _tensors_in((args, kwargs))}
             self._part = part
 
         return enter
@@ -233,7 +229,7 @@ class Recorder(TorchDispatchMode):
         self._part = "norms"
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = _storage_id(tensor)
+        key = storage_id(tensor)
         if self._part is not None and key not in self._ignored and key not in self._seen:
             self._seen[key] = tensor.detach()
             size = tensor.untyped_storage().nbytes()
@@ -241,7 +237,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def _ignore(self, tensor: torch.Tensor) -> None:
-        self._ignored[_storage_id(tensor)] = tensor
+        self._ignored[storage_id(tensor)] = tensor
 
 
 @contextmanager
@@ -283,13 +279,8 @@ def _fake_model(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         built = factory_model(model, dtype)
     else:
         config = transformers_config(model)
-        has_score = model.score_outputs is not None
-        built = auto_class(config, has_score=has_score).from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=_traceable_attention(model, config).value,
-            trust_remote_code=model.trust_remote_code,
-        )
+        attention = _traceable_attention(model, config).value
+        built = transformers_model(model, config, dtype, attention)
     built.train()
     require_blocks(built, model)
     return built
@@ -345,11 +336,6 @@ def _mean_of_blocks(recorder: Recorder, config: RunConfig) -> BlockActivations:
         feed_forward_gradient=closed.feed_forward_gradient,
         attention_gradient=closed.attention_gradient,
     )
-
-
-def _storage_id(tensor: torch.Tensor) -> int:
-    # Fake tensors have no address; this identifies the storage object.
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -101,8 +101,8 @@ class SeedWeights:
         return None
 
     def _usual(self, name: str, shape: torch.Size) -> InitializedRange:
-        law = normal_initializer(self._std) if len(shape) > 1 else ONE
-        law = ZERO if name.endswith(".bias") else law
+        normal = Initializer(((torch.ops.aten.normal_.default, (0.0, self._std)),))
+        law = ZERO if name.endswith(".bias") else normal if len(shape) > 1 else ONE
         return InitializedRange(0, shape.numel(), law)
 
     def _draw(
@@ -316,11 +316,6 @@ def constant_initializer(value: float) -> Initializer:
 ONE = constant_initializer(1.0)
 
 
-def normal_initializer(std: float) -> Initializer:
-    """Return the law of a normal distribution around zero."""
-    return Initializer(((torch.ops.aten.normal_.default, (0.0, std)),))
-
-
 @dataclass(frozen=True, slots=True)
 class WholeInitializer:
     """Initialisation that needs the whole parameter: each rank draws all of it, one at a time."""
@@ -364,8 +359,7 @@ def parameter_initializers(model: PreTrainedModel) -> Initializers:
     """
     own = getattr(model, "own_initializers", None)  # a module of the user's
     if own is not None:
-        found: Initializers = own()
-        return found
+        return own()
     names = {parameter: name for name, parameter in model.named_parameters()}
     recorder = InitRecorder(names)
     with torch.no_grad(), _untied_head(model, names), recorder:
@@ -378,7 +372,8 @@ def parameter_initializers(model: PreTrainedModel) -> Initializers:
 def _untied_head(model: PreTrainedModel, names: dict[nn.Parameter, str]) -> Iterator[None]:
     """Give a tied head a weight of its own, as transformers ties it after initialisation."""
     head: Any = model.get_output_embeddings()
-    if head is None or names[head.weight] == _weight_name(model, head):
+    places = (path for path, module in model.named_modules() if module is head)
+    if head is None or names[head.weight] == f"{next(places)}.weight":
         yield
         return
     tied = head.weight
@@ -387,11 +382,6 @@ def _untied_head(model: PreTrainedModel, names: dict[nn.Parameter, str]) -> Iter
         yield
     finally:
         head.weight = tied
-
-
-def _weight_name(model: nn.Module, wanted: nn.Module) -> str:
-    """Return the name of a module's weight."""
-    return next(f"{path}.weight" for path, module in model.named_modules() if module is wanted)
 
 
 def _innermost_first(
@@ -421,14 +411,14 @@ class InitRecorder(TorchDispatchMode):
         super().__init__()
         self.laws: Initializers = {}
         self._known = {
-            _storage_id(parameter): (name, parameter) for parameter, name in names.items()
+            storage_id(parameter): (name, parameter) for parameter, name in names.items()
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = run_operation(func, args, kwargs)
         target = args[0] if args else None
         if func._schema.is_mutable and isinstance(target, torch.Tensor):
-            found = self._known.get(_storage_id(target))
+            found = self._known.get(storage_id(target))
             if found is not None:
                 self._note(*found, target, func, args[1:])
         return output
@@ -438,7 +428,8 @@ class InitRecorder(TorchDispatchMode):
     ) -> None:
         start, stop = target.storage_offset(), target.storage_offset() + target.numel()
         stretches = self.laws.setdefault(name, [])
-        if not _repeatable(args) or not target.is_contiguous():
+        is_repeatable = all(arg is None or isinstance(arg, int | float) for arg in args)
+        if not is_repeatable or not target.is_contiguous():
             raise NonShardableInit(name, func.name())
         step = (func, args)
         if func.name() in RANDOM + CONSTANT:
@@ -461,9 +452,6 @@ def run_operation(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **(kwargs or {}))
 
 
-def _repeatable(args: tuple[Any, ...]) -> bool:
-    return all(arg is None or isinstance(arg, int | float) for arg in args)
-
-
-def _storage_id(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number of a tensor's storage; without values it has no address."""
     return int(tensor.untyped_storage()._cdata)

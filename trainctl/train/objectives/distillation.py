@@ -25,7 +25,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.model_directory import fill_from_directory
 from trainctl.config.registry import new_section
-from trainctl.config.schema import ModelConfig
 from trainctl.data.cache_files import cache_folder
 from trainctl.data.corpora import Corpora
 from trainctl.data.teacher_store import TeacherStore, config_of_teacher, stored_teachers
@@ -123,8 +122,7 @@ def outcome_log_probabilities(
         ids: Different token ids, (samples, length, k).
         vocabulary: Split of the vocabulary over tensor ranks; None if it is whole.
     """
-    found: torch.Tensor = _Outcomes.apply(logits, ids, vocabulary, temperature)
-    return found
+    return _Outcomes.apply(logits, ids, vocabulary, temperature)
 
 
 class _Outcomes(torch.autograd.Function):
@@ -511,18 +509,16 @@ class _Teacher:
         found = file_digests(self._path, sorted({"config.json", *names}), kept, self._process)
         return digest_of(str(found))
 
-    @property
-    def _shape(self) -> ModelConfig:
-        config = config_of_teacher(self._path)
-        if config is None:
-            return fill_from_directory(new_section("model", "hf", path=str(self._path)))
-        return config.model
-
     def load(self, plan: RunPlan, device: torch.device) -> PreTrainedModel:
         """Return the teacher on the device, in the run's weight format."""
         dtype = TORCH_TYPES[number_formats(plan.config.precision).weights]
         with self._naming_key():
-            shape = with_portable_attention(self._shape)
+            run = config_of_teacher(self._path)
+            if run is not None:
+                shape = run.model
+            else:
+                shape = fill_from_directory(new_section("model", "hf", path=str(self._path)))
+            shape = with_portable_attention(shape)
             model = skeleton(shape, dtype)
             source: WeightSource
             if self._checkpoint is None:

@@ -193,32 +193,21 @@ class LanguageModel(LossModule):
             loss, self.last_measures = own(found, labels, beside or {})
             return loss
         if self._future_weight is not None:
-            return self._loss_with_future(inputs, labels, self._future_weight)
+            loss, future = losses_with_future(self.model, inputs, labels)
+            self.last_measures = future.detach()[None, None]
+            if not self.training:
+                return loss
+            self.last_future_loss = self._future_weight * future.detach()
+            return loss + self._future_weight * future
         if self._kernels.cross_entropy is CrossEntropyKind.plain:
             losses = self.losses(self.model(**inputs).logits, labels)
         else:
             losses = self._loss_without_logits(inputs, labels)
-        loss = self._added_up(losses)
+        if losses.dim():  # cross entropy and z loss
+            self.last_z_loss = losses[1].detach()
+            losses = losses.sum()
         added = self._routers.added_loss(labels) if self._routers is not None else None
-        return loss if added is None else loss + added
-
-    def _loss_with_future(
-        self, inputs: dict[str, Any], labels: torch.Tensor, weight: float
-    ) -> torch.Tensor:
-        """Return the summed loss; in training, with that of the tokens further ahead."""
-        loss, future = losses_with_future(self.model, inputs, labels)
-        self.last_measures = future.detach()[None, None]
-        if not self.training:
-            return loss
-        self.last_future_loss = weight * future.detach()
-        return loss + weight * future
-
-    def _added_up(self, losses: torch.Tensor) -> torch.Tensor:
-        """Return the total loss to differentiate, and keep the z loss in `last_z_loss`."""
-        if losses.dim() == 0:
-            return losses
-        self.last_z_loss = losses[1].detach()
-        return losses.sum()
+        return losses if added is None else losses + added
 
     def _loss_without_logits(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         hidden = self.model.base_model(**inputs).last_hidden_state
@@ -231,8 +220,7 @@ class LanguageModel(LossModule):
                 loss=self.losses,
             )
         head = getattr(self.model, family_of(self.model).head)
-        loss: torch.Tensor = head(hidden, labels)
-        return loss
+        return head(hidden, labels)
 
 
 def losses_with_future(
@@ -268,8 +256,7 @@ def own_head(model: PreTrainedModel) -> Head:
 
     def head(states: torch.Tensor) -> torch.Tensor:
         given.states = states
-        logits: torch.Tensor = shell.forward(use_cache=False).logits
-        return logits
+        return shell.forward(use_cache=False).logits
 
     return head
 
@@ -361,8 +348,7 @@ class LigerFusedHead(nn.Linear):
         )
         if z_loss > 0:  # found.loss is the sum of both losses, with both gradients
             return torch.stack([found.loss - found.z_loss.detach(), found.z_loss.detach()])
-        loss: torch.Tensor = found
-        return loss
+        return found
 
 
 def fuse_head(head: nn.Linear, ignored_label: int, z_loss: float) -> None:

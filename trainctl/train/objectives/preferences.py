@@ -157,7 +157,8 @@ def attach_reference(session: Session, tell: Callable[[str], None]) -> dict[str,
     if REFERENCE not in objective_of(session.plan.config.objective).stored:
         return None
     started = time.monotonic()
-    sides = _datasets_by_side(session)
+    (training,) = session.training.datasets.values()  # pairs have one source and one length
+    sides = {"train": training, "held_out": session.held_out[SINGLE_SOURCE]}
     counts = {side: dataset.num_samples for side, dataset in sides.items()}
     run, of = session.run, reference_identity(session.corpora, counts)
     known: Reference | None = None
@@ -227,12 +228,6 @@ def attach_saved_reference(
             exit_code=ExitCode.run_state,
         )
     dataset.stored[REFERENCE] = found
-
-
-def _datasets_by_side(session: Session) -> dict[str, PackedDataset]:
-    """Return a run's datasets by side; pairs have one source and one sequence length."""
-    (training,) = session.training.datasets.values()
-    return {"train": training, "held_out": session.held_out[SINGLE_SOURCE]}
 
 
 def reference_identity(corpora: Corpora, counts: dict[str, int]) -> str:

@@ -25,8 +25,7 @@ def own_optimizer(plan: RunPlan, groups: list[dict[str, Any]]) -> Optimizer | No
     """
     if optimizer_maker(plan.config, plan.hardware) is not Maker.trainctl:
         return None
-    made: Optimizer = function_of("optimizer", plan.config.optimizer.kind)(plan, groups)
-    return made
+    return function_of("optimizer", plan.config.optimizer.kind)(plan, groups)
 
 
 def group_key(piece: ParameterPiece, config: RunConfig) -> GroupKey:

@@ -7,15 +7,15 @@ factor and keeps a whole second moment: more memory, and another update.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainctl.engines.shards import Shard
 from trainctl.options.optimizer.adafactor import AdafactorConfig
 from trainctl.plans import mup
 from trainctl.plans.types import RunPlan
-from trainctl.train.optimizers.partitioned import ParameterPart, PartitionedOptimizer
+from trainctl.train.optimizers.partitioned import Group, ParameterPart, PartitionedOptimizer
 
 DECAY_POWER = -0.8
 """The new squared gradient enters the second moment with weight step ** this (section 7.2)."""
@@ -34,7 +34,7 @@ class Adafactor(PartitionedOptimizer):
         eps: Smallest second moment (epsilon 1; torch's `eps[0]` is its root).
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], eps: float) -> None:
+    def __init__(self, groups: Iterable[Group], eps: float) -> None:
         super().__init__(groups, {"eps": eps})
 
     def side_ranges(self, part: ParameterPart) -> dict[str, tuple[int, int, bool]]:
@@ -44,13 +44,7 @@ class Adafactor(PartitionedOptimizer):
             sizes = {"row_var": part.shape.numel() // columns, "col_var": columns}
         return {name: (0, size, part.is_first_here) for name, size in sizes.items()}
 
-    def update(
-        self,
-        tensor: torch.Tensor,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, tensor: Tensor, weights: Tensor, gradient: Tensor, group: Group) -> None:
         parts, step = self.parts(tensor), float(self.state[tensor]["step"])
         new_share, floor = step**DECAY_POWER, group["eps"]
         relative_step = min(group["lr"], step**-0.5)
@@ -67,7 +61,7 @@ class Adafactor(PartitionedOptimizer):
                 self.side(tensor, part, state).lerp_(mean, new_share)
             variance = self._variance(tensor, part, floor)
             torch.mul(variance.clamp_(min=floor).rsqrt_(), part.of(gradient), out=part.of(change))
-        squares: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = [
+        squares: list[tuple[dict[str, Tensor], Tensor]] = [
             ({}, part.of(change).double().square().sum()) for part in parts
         ]
         self._sum_cut(parts, squares)
@@ -79,8 +73,8 @@ class Adafactor(PartitionedOptimizer):
 
     @staticmethod
     def _statistics(
-        part: ParameterPart, weights: torch.Tensor, gradient: torch.Tensor
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        part: ParameterPart, weights: Tensor, gradient: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Return this replica's share of mean squared gradients and squared weight norm."""
         weight_square = part.of(weights).double().square().sum()
         squares = part.of(gradient).square()
@@ -101,7 +95,7 @@ class Adafactor(PartitionedOptimizer):
     def _sum_cut(
         self,
         parts: Iterable[ParameterPart],
-        statistics: list[tuple[dict[str, torch.Tensor], torch.Tensor]],
+        statistics: list[tuple[dict[str, Tensor], Tensor]],
     ) -> None:
         """Sum the statistics of split parts over their ranks, in place and together."""
         for sharded in (False, True):
@@ -122,7 +116,7 @@ class Adafactor(PartitionedOptimizer):
                 for mean, total in zip(means, totals, strict=True):
                     mean.copy_(total)
 
-    def _variance(self, tensor: torch.Tensor, part: ParameterPart, floor: float) -> torch.Tensor:
+    def _variance(self, tensor: Tensor, part: ParameterPart, floor: float) -> Tensor:
         """Return the second moment of the part's elements on this rank."""
         rows, columns = _lines(part, tensor.device)
         if len(part.shape) == 1:
@@ -135,15 +129,13 @@ class Adafactor(PartitionedOptimizer):
         return table.view(-1)[part.start - first * width : part.end - first * width]
 
 
-def _lines(part: ParameterPart, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _lines(part: ParameterPart, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the indices of the rows and columns that this tensor rank has of a part's matrix."""
     shard = part.shard or Shard.whole(part.shape)
     return shard.rows_and_columns(part.shape, device)
 
 
-def _whole_rows(
-    part: ParameterPart, values: torch.Tensor, width: int
-) -> tuple[int, int, torch.Tensor]:
+def _whole_rows(part: ParameterPart, values: Tensor, width: int) -> tuple[int, int, Tensor]:
     """Return the rows [first, last) of this tensor rank's `width` columns that a part touches, with
     zeros outside of the part.
     """
@@ -155,7 +147,7 @@ def _whole_rows(
     return first, last, table.view(-1, width)
 
 
-def build(plan: RunPlan, groups: list[dict[str, Any]]) -> Adafactor:
+def build(plan: RunPlan, groups: list[Group]) -> Adafactor:
     """Return the optimizer of a plan."""
     section = plan.config.optimizer
     assert isinstance(section, AdafactorConfig)

@@ -11,21 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torchao.optim.quant_utils import (
     create_dynamic_map,
     dequant_with_qmap,
     quantize_8bit_with_qmap,
 )
 
-from trainctl.options.optimizer import WithMoments
 from trainctl.options.optimizer.adamw_8bit import AT_ONCE
-from trainctl.plans import mup
-from trainctl.plans.types import RunPlan
-from trainctl.train.optimizers.partitioned import AdamLike, ParameterPart
+from trainctl.train.optimizers.partitioned import AdamLike, Group, ParameterPart
 
 BLOCK = 256
 """Elements per scale."""
@@ -50,13 +47,7 @@ class AdamW8bit(AdamLike):
         first, last = _block_range(part.start, part.end)
         return {f"{moment}.scale": (first, last, True) for moment in MOMENTS}
 
-    def update(
-        self,
-        tensor: torch.Tensor,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, tensor: Tensor, weights: Tensor, gradient: Tensor, group: Group) -> None:
         for moment in MOMENTS:
             self.elementwise(tensor, f"{moment}.codes")  # a checkpoint expects them of every tensor
         betas, eps, step = group["betas"], group["eps"], self.state[tensor]["step"]
@@ -75,29 +66,28 @@ class AdamW8bit(AdamLike):
             for moment, new in zip(MOMENTS, moments, strict=True):
                 self._keep(tensor, part, moment, new, shared)
 
-    def elementwise(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def elementwise(self, tensor: Tensor, name: str) -> Tensor:
         """Return the codes of a moment, one byte per element; small parameters do not use them."""
         state = self.state[tensor]
         if name not in state:
             state[name] = torch.zeros_like(
                 tensor, dtype=torch.uint8, memory_format=torch.contiguous_format
             )
-        value: torch.Tensor = state[name].view(-1)
-        return value
+        return state[name].view(-1)
 
     def _moment(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         part: ParameterPart,
         moment: str,
-        slope: torch.Tensor,
+        slope: Tensor,
         beta: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return a moment of the part, updated with the gradient `slope`; fp32."""
         new = slope if moment == MOMENTS[0] else slope.square()
         return self._kept(tensor, part, moment).lerp(new, 1 - beta)
 
-    def _kept(self, tensor: torch.Tensor, part: ParameterPart, moment: str) -> torch.Tensor:
+    def _kept(self, tensor: Tensor, part: ParameterPart, moment: str) -> Tensor:
         if not _is_quantised(part):
             return self.side(tensor, part, moment)
         codes = part.of(self.elementwise(tensor, f"{moment}.codes"))
@@ -108,11 +98,11 @@ class AdamW8bit(AdamLike):
 
     def _keep(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         part: ParameterPart,
         moment: str,
-        values: torch.Tensor,
-        shared: dict[tuple[str, str, int], torch.Tensor],
+        values: Tensor,
+        shared: dict[tuple[str, str, int], Tensor],
     ) -> None:
         if not _is_quantised(part):
             self.side(tensor, part, moment).copy_(values)
@@ -128,7 +118,7 @@ class AdamW8bit(AdamLike):
         part.of(self.elementwise(tensor, f"{moment}.codes")).copy_(_from_block_rows(codes, part))
         self._scale(tensor, part, moment).copy_(scale)
 
-    def _scale(self, tensor: torch.Tensor, part: ParameterPart, moment: str) -> torch.Tensor:
+    def _scale(self, tensor: Tensor, part: ParameterPart, moment: str) -> Tensor:
         """Return a view of the scales of a stretch's blocks."""
         whole = next(each for each in self.parts(tensor) if each.name == part.name)
         first, last = _block_range(part.start, part.end)
@@ -136,8 +126,8 @@ class AdamW8bit(AdamLike):
         return self.side(tensor, whole, f"{moment}.scale")[first - before : last - before]
 
     def _shared_scales(
-        self, tensor: torch.Tensor, gradient: torch.Tensor, betas: Sequence[float]
-    ) -> dict[tuple[str, str, int], torch.Tensor]:
+        self, tensor: Tensor, gradient: Tensor, betas: Sequence[float]
+    ) -> dict[tuple[str, str, int], Tensor]:
         """Return the largest moment of each block split over replicas, by all-reduce."""
         blocks = [(part, block) for part in self.parts(tensor) for block in _cut_blocks(part)]
         if not blocks:
@@ -191,7 +181,7 @@ def _cut_blocks(part: ParameterPart) -> list[int]:
     return sorted({border // BLOCK for border in borders if border % BLOCK})
 
 
-def _to_block_rows(values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
+def _to_block_rows(values: Tensor, part: ParameterPart) -> Tensor:
     """Return the part's elements on this replica as one row per block, padded with zeros."""
     first, last = _block_range(part.start, part.end)
     if part.numel == (last - first) * BLOCK:
@@ -201,21 +191,15 @@ def _to_block_rows(values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
     return padded.view(-1, BLOCK)
 
 
-def _from_block_rows(blocks: torch.Tensor, part: ParameterPart) -> torch.Tensor:
+def _from_block_rows(blocks: Tensor, part: ParameterPart) -> Tensor:
     first = part.start // BLOCK
     return blocks.view(-1)[part.start - first * BLOCK : part.end - first * BLOCK]
 
 
 @cache
-def _code_table(moment: str, device: torch.device) -> torch.Tensor:
+def _code_table(moment: str, device: torch.device) -> Tensor:
     """Return the values of the 256 codes; those of the second moment are not negative."""
     return torch.tensor(create_dynamic_map(signed=moment == MOMENTS[0]), device=device)
 
 
-def build(plan: RunPlan, groups: list[dict[str, Any]]) -> AdamW8bit:
-    """Return the optimizer of a plan."""
-    section = plan.config.optimizer
-    assert isinstance(section, WithMoments)
-    return AdamW8bit(
-        groups, (section.beta1, section.beta2), mup.scaled_epsilon(plan.config, section.epsilon)
-    )
+build = AdamW8bit.of

@@ -7,15 +7,14 @@ layout; DeepSpeed's kernel takes the norm of the flat piece that ZeRO gives it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from trainctl.options.optimizer import WithBetas, WithMoments
-from trainctl.plans import mup
+from trainctl.options.optimizer import WithBetas
 from trainctl.plans.types import RunPlan
-from trainctl.train.optimizers.partitioned import AdamLike
+from trainctl.train.optimizers.partitioned import AdamLike, Group
 
 
 class Lamb(AdamLike):
@@ -24,13 +23,7 @@ class Lamb(AdamLike):
     As in the authors' own code, norms and biases are not scaled. The paper's phi is the identity.
     """
 
-    def update(
-        self,
-        tensor: torch.Tensor,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, tensor: Tensor, weights: Tensor, gradient: Tensor, group: Group) -> None:
         (beta1, beta2), step = group["betas"], float(self.state[tensor]["step"])
         first = self.elementwise(tensor, "exp_avg").lerp_(gradient, 1 - beta1)
         second = self.elementwise(tensor, "exp_avg_sq")
@@ -58,13 +51,7 @@ class Lamb(AdamLike):
         weights.add_(change, alpha=-group["lr"])
 
 
-def build_lamb(plan: RunPlan, groups: list[dict[str, Any]]) -> Lamb:
-    """Return the optimizer of a plan."""
-    section = plan.config.optimizer
-    assert isinstance(section, WithMoments)
-    return Lamb(
-        groups, (section.beta1, section.beta2), mup.scaled_epsilon(plan.config, section.epsilon)
-    )
+build_lamb = Lamb.of
 
 
 class Lion(Optimizer):
@@ -73,7 +60,7 @@ class Lion(Optimizer):
     The update is elementwise, so any piece of a parameter may be updated alone.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float]) -> None:
+    def __init__(self, groups: Iterable[Group], betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "betas": betas})
 
     @torch.no_grad()
@@ -96,7 +83,7 @@ class Lion(Optimizer):
                 state["exp_avg"].lerp_(gradient, 1 - beta2)
 
 
-def build_lion(plan: RunPlan, groups: list[dict[str, Any]]) -> Lion:
+def build_lion(plan: RunPlan, groups: list[Group]) -> Lion:
     """Return the optimizer of a plan."""
     section = plan.config.optimizer
     assert isinstance(section, WithBetas)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from trainctl.config.schema import DataType
@@ -25,7 +25,7 @@ from trainctl.options.precision import precision_of
 from trainctl.plans import mup
 from trainctl.plans.optimizers import is_fused
 from trainctl.plans.types import RunPlan
-from trainctl.train.optimizers.partitioned import ParameterPart, PartitionedOptimizer
+from trainctl.train.optimizers.partitioned import Group, ParameterPart, PartitionedOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -47,7 +47,7 @@ class MatrixOptimizer(PartitionedOptimizer):
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: Iterable[Group],
         *,
         momentum: float,
         betas: tuple[float, float],
@@ -58,13 +58,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         super().__init__(groups, {"momentum": momentum, "betas": betas, "eps": eps})
         self._fused, self._kind = fused, iterate_in
 
-    def update(
-        self,
-        tensor: torch.Tensor,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, tensor: Tensor, weights: Tensor, gradient: Tensor, group: Group) -> None:
         if not group["uses_muon"]:
             self._adamw(tensor, weights, gradient, group)
             return
@@ -77,8 +71,8 @@ class MatrixOptimizer(PartitionedOptimizer):
             part.of(weights).add_(change, alpha=-lr * math.sqrt(max(1, outputs / inputs)))
 
     def _orthogonal(
-        self, parts: Sequence[ParameterPart], directions: torch.Tensor
-    ) -> Iterator[tuple[ParameterPart, torch.Tensor]]:
+        self, parts: Sequence[ParameterPart], directions: Tensor
+    ) -> Iterator[tuple[ParameterPart, Tensor]]:
         """Yield each part on this rank with its share of its orthogonalised matrix."""
         split: dict[tuple[bool, bool], list[ParameterPart]] = {}
         for part in parts:
@@ -98,8 +92,8 @@ class MatrixOptimizer(PartitionedOptimizer):
                 yield from self._share(listed[first : first + axis.size], directions, axis)
 
     def _share(
-        self, parts: Sequence[ParameterPart], directions: torch.Tensor, axis: Axis
-    ) -> Iterator[tuple[ParameterPart, torch.Tensor]]:
+        self, parts: Sequence[ParameterPart], directions: Tensor, axis: Axis
+    ) -> Iterator[tuple[ParameterPart, Tensor]]:
         """Orthogonalise up to one split matrix per rank; yield this rank's results.
 
         All ranks of the axis call this together. They hold the elements of `parts`, and each tensor
@@ -128,9 +122,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         shards = self.tensor.size if part.is_sharded and self.tensor else 1
         return [length for length in lengths for _ in range(shards)]
 
-    def _joined(
-        self, values: torch.Tensor, part: ParameterPart, lengths: list[int]
-    ) -> torch.Tensor:
+    def _joined(self, values: Tensor, part: ParameterPart, lengths: list[int]) -> Tensor:
         """Return a whole matrix, flat, from the pieces of all ranks."""
         if part.shard is None or self.tensor is None:
             return values
@@ -140,29 +132,21 @@ class MatrixOptimizer(PartitionedOptimizer):
             columns.copy_(torch.cat(pieces[index::size]).view(columns.shape))
         return whole.view(-1)
 
-    def _cut_again(
-        self, values: torch.Tensor, part: ParameterPart, lengths: list[int]
-    ) -> torch.Tensor:
+    def _cut_again(self, values: Tensor, part: ParameterPart, lengths: list[int]) -> Tensor:
         """Return the pieces of all ranks from a whole matrix: the reverse of `_joined`."""
         if part.shard is None or self.tensor is None:
             return values
         size, whole = self.tensor.size, values.view(-1, part.shard.row)
-        pieces: list[torch.Tensor] = [values] * len(lengths)
+        pieces: list[Tensor] = [values] * len(lengths)
         for index, columns in enumerate(whole.split(part.shard.width, dim=1)):
             pieces[index::size] = columns.reshape(-1).split(lengths[index::size])
         return torch.cat(pieces)
 
-    def _whole(self, values: torch.Tensor, part: ParameterPart) -> torch.Tensor:
+    def _whole(self, values: Tensor, part: ParameterPart) -> Tensor:
         """Return the orthogonalised form of a whole matrix, flat."""
         return orthogonalize(values.view(part.shape), self._kind).reshape(-1)
 
-    def _adamw(
-        self,
-        tensor: torch.Tensor,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        group: dict[str, Any],
-    ) -> None:
+    def _adamw(self, tensor: Tensor, weights: Tensor, gradient: Tensor, group: Group) -> None:
         step = self.state[tensor]["step"] - 1  # torch's function adds 1 itself
         if self._fused:
             step = step.to(weights.device)
@@ -185,7 +169,7 @@ class MatrixOptimizer(PartitionedOptimizer):
         )
 
 
-def orthogonalize(matrix: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+def orthogonalize(matrix: Tensor, kind: torch.dtype) -> Tensor:
     """Return a matrix with the same singular vectors and with singular values near 1.
 
     Five steps of the quintic Newton-Schulz iteration of Muon's author, as in torch.optim.Muon.
@@ -205,7 +189,7 @@ def orthogonalize(matrix: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     return x.T if is_tall else x
 
 
-def build(plan: RunPlan, groups: list[dict[str, Any]]) -> MatrixOptimizer:
+def build(plan: RunPlan, groups: list[Group]) -> MatrixOptimizer:
     """Return the optimizer of a plan."""
     config, section = plan.config, plan.config.optimizer
     assert isinstance(section, MuonConfig)

@@ -13,14 +13,21 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainctl.engines.process import Axis
 from trainctl.engines.shards import Shard
+from trainctl.options.optimizer import WithMoments
+from trainctl.plans import mup
+from trainctl.plans.types import RunPlan
+
+Group = dict[str, Any]
+"""Parameter group of an optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class ParameterPart:
         """Whether this rank holds the parameter's first element."""
         return self.is_here and self.start == 0 and (self.shard is None or self.shard.start == 0)
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def of(self, flat: Tensor) -> Tensor:
         """Return a view of its elements in an optimizer tensor or an elementwise state."""
         return flat[self.offset : self.offset + self.numel]
 
@@ -85,7 +92,7 @@ class SideState:
 
     start: int
     """Index of its first value within the state of the whole parameter."""
-    values: torch.Tensor
+    values: Tensor
     """Values in fp32, one-dimensional."""
     is_saved_here: bool
     """Whether this replica saves it; another replica may have the same values."""
@@ -101,17 +108,17 @@ class PartitionedOptimizer(Optimizer):
         defaults: Defaults of the groups' other keys.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+    def __init__(self, groups: Iterable[Group], defaults: Mapping[str, Any]) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, **defaults})
         self.replicas: Axis | None = None
         self.tensor: Axis | None = None
         self.holders: Axis | None = None
-        self._parts: dict[torch.Tensor, Sequence[ParameterPart]] | None = None
-        self._sides: dict[torch.Tensor, dict[str, dict[str, torch.Tensor]]] = {}
+        self._parts: dict[Tensor, Sequence[ParameterPart]] | None = None
+        self._sides: dict[Tensor, dict[str, dict[str, Tensor]]] = {}
 
     def bind(
         self,
-        parts: Mapping[torch.Tensor, Sequence[ParameterPart]],
+        parts: Mapping[Tensor, Sequence[ParameterPart]],
         replicas: Axis | None,
         tensor: Axis | None = None,
         holders: Axis | None = None,
@@ -157,13 +164,7 @@ class PartitionedOptimizer(Optimizer):
                 self.update(tensor, flat, gradient.to(flat.dtype), group)
 
     @abstractmethod
-    def update(
-        self,
-        tensor: torch.Tensor,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, tensor: Tensor, weights: Tensor, gradient: Tensor, group: Group) -> None:
         """Update one tensor in place.
 
         Args:
@@ -177,7 +178,7 @@ class PartitionedOptimizer(Optimizer):
         """
         return {}
 
-    def sides(self, tensor: torch.Tensor, name: str) -> dict[str, SideState]:
+    def sides(self, tensor: Tensor, name: str) -> dict[str, SideState]:
         """Return the side states of a parameter in a tensor, by name, as writable views."""
         part = next(part for part in self.parts(tensor) if part.name == name)
         ranges = self.side_ranges(part)
@@ -186,7 +187,7 @@ class PartitionedOptimizer(Optimizer):
             for state, (start, _, saved) in ranges.items()
         }
 
-    def side(self, tensor: torch.Tensor, part: ParameterPart, state: str) -> torch.Tensor:
+    def side(self, tensor: Tensor, part: ParameterPart, state: str) -> Tensor:
         """Return the values of a side state, which starts as zeros."""
         found = self._sides.setdefault(tensor, {}).setdefault(part.name, {})
         if state not in found:
@@ -194,26 +195,25 @@ class PartitionedOptimizer(Optimizer):
             found[state] = torch.zeros(end - start, device=tensor.device)
         return found[state]
 
-    def parts(self, tensor: torch.Tensor) -> Sequence[ParameterPart]:
+    def parts(self, tensor: Tensor) -> Sequence[ParameterPart]:
         """Return the parts in a tensor that any replica holds."""
         assert self._parts is not None
         return self._parts[tensor]
 
-    def elementwise(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def elementwise(self, tensor: Tensor, name: str) -> Tensor:
         """Return a state of the tensor's size, flat, which starts as zeros."""
         state = self.state[tensor]
         if name not in state:
             state[name] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-        value: torch.Tensor = state[name].view(-1)
-        return value
+        return state[name].view(-1)
 
     def reduce(
         self,
-        values: torch.Tensor,
+        values: Tensor,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         *,
         sharded: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Reduce in place over the ranks that share a parameter; a single rank changes nothing.
 
         Args:
@@ -229,7 +229,13 @@ class PartitionedOptimizer(Optimizer):
 class AdamLike(PartitionedOptimizer):
     """Base of optimizers with Adam's two moments."""
 
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float
-    ) -> None:
+    def __init__(self, groups: Iterable[Group], betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"betas": betas, "eps": eps})
+
+    @classmethod
+    def of(cls, plan: RunPlan, groups: list[Group]) -> Self:
+        """Return the optimizer of a plan."""
+        section = plan.config.optimizer
+        assert isinstance(section, WithMoments)
+        eps = mup.scaled_epsilon(plan.config, section.epsilon)
+        return cls(groups, (section.beta1, section.beta2), eps)

@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from trainctl.engines.process import Axis
+from trainctl.engines.process import ProcessMesh
 from trainctl.engines.shards import Pieces, Shard
 from trainctl.errors import TrainctlError
+from trainctl.train.parallel.collectives import GatherRows, ScatterRows, split_for_rank
 
 EXCHANGED = "trainctl_exchanged"
 """Name of `expert_parallel_forward` among transformers' implementations of experts."""
@@ -32,6 +35,22 @@ def expert_modules(model: nn.Module) -> list[Any]:
     """Return the modules that hold a layer's experts in joined parameters, in the model's order."""
     # Set by the decorator of such classes (transformers.integrations.moe).
     return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def product_in_force(model: nn.Module) -> str | None:
+    """Return the name of what multiplies the experts of a layer; None without joined experts.
+
+    transformers' grouped products are torch's, or a loop where torch has none for the device.
+    """
+    for module in expert_modules(model):
+        name: str = module.config._experts_implementation
+        parameter = next(module.parameters())
+        sample = parameter.new_empty(1, 16, 16)
+        if name not in ("grouped_mm", EXCHANGED):
+            return name
+        has_product = moe._can_use_grouped_mm(sample[0], sample, None)
+        return "grouped_mm" if has_product else "grouped_mm, by a loop"
+    return None
 
 
 def routers_of(model: nn.Module) -> list[tuple[Any, Any]]:
@@ -80,7 +99,7 @@ class _InFp32:
         return value.float() if isinstance(value, nn.Parameter) else value
 
 
-def keep_local_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
+def keep_local_experts(model: nn.Module, pieces: Pieces, mesh: ProcessMesh) -> Pieces:
     """Cut the experts of a skeleton to those on this rank.
 
     Returns:
@@ -89,10 +108,10 @@ def keep_local_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
     Raises:
         TrainctlError: The model has no joined experts, or their number does not divide.
     """
-    modules = expert_modules(model)
+    modules, axis = expert_modules(model), mesh.expert
     if not modules:
         raise TrainctlError(
-            f"parallelism.expert={axis.size}, but {type(model).__name__} has no experts that "
+            f"{type(model).__name__} has no experts for {axis.size} expert ranks that "
             "transformers has joined to one parameter a layer",
             hint="parallelism.expert=1",
         )
@@ -104,17 +123,18 @@ def keep_local_experts(model: nn.Module, pieces: Pieces, axis: Axis) -> Pieces:
         for name, whole in list(module.named_parameters(recurse=False)):
             if whole.shape[0] != count or count % axis.size:
                 raise TrainctlError(
-                    f"parallelism.expert={axis.size} does not divide {pieces[whole].name}, of "
-                    f"shape {list(whole.shape)}, by experts",
+                    f"{axis.size} expert ranks do not divide {pieces[whole].name}, of shape "
+                    f"{list(whole.shape)}, by experts",
                     hint="parallelism.expert=1",
                 )
             shard, shape = Shard.split(whole.shape, dim=0, index=axis.index, count=axis.size)
-            part = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"))
+            empty = torch.empty(shape, dtype=whole.dtype, device="meta")
+            part = nn.Parameter(empty, requires_grad=whole.requires_grad)
             cut[part] = replace(cut.pop(whole), shard=shard, is_expert=True)
             setattr(module, name, part)
         module.num_experts = count // axis.size
-        module.expert_axis = axis
-        module.config._experts_implementation = EXCHANGED
+        module.expert_axis, module.tensor_axis = axis, mesh.tensor
+        module.config._experts_implementation = EXCHANGED  # also beside adapters of experts
     return cut
 
 
@@ -123,7 +143,8 @@ def expert_parallel_forward(
 ) -> torch.Tensor:
     """Compute the experts of this rank's tokens, on the ranks that hold them.
 
-    All ranks of the expert axis call this together, also those without tokens.
+    All ranks of the expert axis call this together, also those without tokens. Tensor ranks have
+    the same tokens; each sends an equal part of them, and then all have the results of all.
 
     Args:
         self: transformers' module, with the experts of this rank only.
@@ -134,6 +155,22 @@ def expert_parallel_forward(
     Returns:
         (tokens, width).
     """
+    tensor, tokens = self.tensor_axis, hidden.shape[0]
+    if tensor.size == 1:
+        return _exchanged_experts(self, hidden, index, weights)
+    missing = -tokens % tensor.size
+    hidden, index, weights = (F.pad(each, (0, 0, 0, missing)) for each in (hidden, index, weights))
+    own = ScatterRows.apply(hidden, tensor)
+    own_weights = ScatterRows.apply(weights, tensor)
+    own = _exchanged_experts(self, own, split_for_rank(index, tensor, dim=0), own_weights)
+    whole: torch.Tensor = GatherRows.apply(own, tensor)
+    return whole[:tokens]
+
+
+def _exchanged_experts(
+    self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the experts' outputs of tokens that no other rank sends; see the caller."""
     axis, local = self.expert_axis, self.num_experts
     wanted = index.reshape(-1)
     order = torch.argsort(wanted, stable=True)  # by expert, and so by rank
@@ -162,8 +199,7 @@ class AllToAll(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: str
     ) -> torch.Tensor:
         ctx.how = received, sent, group
-        exchanged: torch.Tensor = _exchange(rows, sent, received, group)
-        return exchanged
+        return _exchange(rows, sent, received, group)
 
     @staticmethod
     @once_differentiable

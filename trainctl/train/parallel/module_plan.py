@@ -20,7 +20,8 @@ from torch import nn
 from trainctl.engines.process import Axis
 from trainctl.errors import TrainctlError
 from trainctl.train.models.module import ModuleModel
-from trainctl.train.parallel.row_layers import Copy, RowLinear
+from trainctl.train.parallel.collectives import Copy
+from trainctl.train.parallel.row_layers import RowLinear
 
 COLUMN, ROW, SHARED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 STYLES = (COLUMN, ROW, SHARED)
@@ -247,11 +248,12 @@ def read_pipeline_plan(model: ModuleModel) -> tuple[tuple[str, ...], str, tuple[
     return names[:place], lists[0], names[place + 1 :]
 
 
-def cut_module_to_stage(model: ModuleModel, blocks: range, axis: Axis) -> None:
+def cut_module_to_stage(model: ModuleModel, blocks: Sequence[int], axis: Axis) -> None:
     """Cut a whole module to a stage: its blocks, the first and the last stage's other parts."""
     before, middle, after = read_pipeline_plan(model)
     module = model.module
-    setattr(module, middle, getattr(module, middle)[blocks.start : blocks.stop])
+    held = getattr(module, middle)
+    setattr(module, middle, nn.ModuleList(held[block] for block in blocks))
     for name in (*(() if axis.is_first else before), *(() if axis.is_last else after)):
         setattr(module, name, PassThrough())
 

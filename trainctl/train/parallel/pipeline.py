@@ -7,6 +7,7 @@ that an architecture does around its blocks stay in transformers' code.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,15 +16,16 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.engines.micro_batch import document_lengths
 from trainctl.engines.process import Axis, ProcessMesh
+from trainctl.plans.types import RunPlan
 from trainctl.train.models.model import has_flash_attention
-from trainctl.train.models.module import ModuleModel
+from trainctl.train.models.module import ModuleModel, shallow_copy
 from trainctl.train.objectives.loss import LossModule
 from trainctl.train.parallel.module_plan import cut_module_to_stage, vocabulary_layers
 from trainctl.train.parallel.shard_plan import MULTIPLIERS, shard_plan_of
 from trainctl.train.parallel.tensor import vocabulary_of
 
 
-def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
+def cut_to_stage(model: PreTrainedModel, blocks: Sequence[int], axis: Axis) -> None:
     """Cut a skeleton to a stage: its blocks, the first stage's embedding, the last stage's head."""
     if isinstance(model, ModuleModel):
         cut_module_to_stage(model, blocks, axis)
@@ -33,9 +35,10 @@ def cut_to_stage(model: PreTrainedModel, blocks: range, axis: Axis) -> None:
     config = copy.deepcopy(decoder.config)
     config.num_hidden_layers = len(blocks)
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[blocks.start : blocks.stop]
+        config.layer_types = [config.layer_types[block] for block in blocks]
     decoder.config = config
-    setattr(decoder, where.blocks, getattr(decoder, where.blocks)[blocks.start : blocks.stop])
+    held = getattr(decoder, where.blocks)
+    setattr(decoder, where.blocks, nn.ModuleList(held[block] for block in blocks))
     if not axis.is_first:
         for name in (where.embedding, *where.entry):
             setattr(decoder, name, nn.Identity())
@@ -62,16 +65,19 @@ class PipelineStage(LossModule):
     If documents are masked, the positions travel with the hidden states.
 
     Args:
+        axis: The stage's place among all stages.
         z_loss: Weight of the squared log-normalisers, in training.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: ProcessMesh, z_loss: float = 0.0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, mesh: ProcessMesh, axis: Axis, z_loss: float = 0.0
+    ) -> None:
         super().__init__(vocabulary_of(model, mesh.tensor), z_loss)
         # The last stage keeps the whole model, which may scale or cap the logits behind its head.
         self._is_module = isinstance(model, ModuleModel)
-        is_whole = mesh.pipeline.is_last or self._is_module
+        is_whole = axis.is_last or self._is_module
         self.model = model if is_whole else getattr(model, shard_plan_of(model).decoder)
-        self._axis = mesh.pipeline
+        self._axis = axis
         self._has_flash_attention = has_flash_attention(model)
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Any:
@@ -89,6 +95,29 @@ class PipelineStage(LossModule):
             return output.logits
         hidden = output.last_hidden_state
         return hidden if positions is None else (hidden, positions)
+
+
+def stages_of_rank(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> nn.ModuleList:
+    """Return the stages of a rank's part of the model, in the order of the forward pass.
+
+    Two stages are copies of the modules around the blocks, each with its own blocks; parameters are
+    the same.
+    """
+    z_loss, axis = plan.config.stability.z_loss, mesh.pipeline
+    if not axis.is_folded:
+        return nn.ModuleList([PipelineStage(model, mesh, axis, z_loss)])
+    numbers, stages, start = range(len(plan.stages)), nn.ModuleList(), 0
+    for number in plan.stages_of(axis.index):
+        place, end = Axis(number, tuple(numbers), axis.group), start + plan.stage_blocks[number]
+        if isinstance(model, ModuleModel):
+            part: PreTrainedModel = model.shallow_copy()
+        else:
+            part, decoder = shallow_copy(model), shard_plan_of(model).decoder
+            setattr(part, decoder, shallow_copy(getattr(model, decoder)))
+        cut_to_stage(part, range(start, end), place)
+        stages.append(PipelineStage(part, mesh, place, z_loss))
+        start = end
+    return stages
 
 
 def tied_weight(model: PreTrainedModel, axis: Axis) -> nn.Parameter | None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainctl.engines.process import Axis
 from trainctl.train.adapters.layers import DoraLayer, LoraLayer
+from trainctl.train.parallel.collectives import Reduce, ReduceScatter
 
 
 class RowLinear(nn.Linear):
@@ -84,80 +81,4 @@ def row_class(row: nn.Module, kind: type) -> type:
 
 def _reduce_output(partial: torch.Tensor, axis: Axis, sequence_sharded: bool) -> torch.Tensor:
     leave = ReduceScatter if sequence_sharded else Reduce
-    result: torch.Tensor = leave.apply(partial, axis)
-    return result
-
-
-Transformation = Callable[[torch.Tensor, Axis], torch.Tensor]
-
-_SEQUENCE_DIM = 1
-
-
-def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the sum over the axis, on every rank of it."""
-    result = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, group=axis.group)
-    return result
-
-
-def all_gather(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
-    """Return the ranks' tensors concatenated along `dim`, on every rank."""
-    tensor = tensor.contiguous()
-    parts = [torch.empty_like(tensor) for _ in axis.ranks]
-    dist.all_gather(parts, tensor, group=axis.group)
-    return torch.cat(parts, dim=dim)
-
-
-def split_for_rank(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
-    """Return this rank's equal part along `dim`, by default of the sequence."""
-    return tensor.chunk(axis.size, dim=dim)[axis.index].contiguous()
-
-
-def reduce_scatter(tensor: torch.Tensor, axis: Axis, dim: int = _SEQUENCE_DIM) -> torch.Tensor:
-    """Return this rank's equal part, along `dim`, of the sum over the axis."""
-    parts = [piece.contiguous() for piece in tensor.chunk(axis.size, dim=dim)]
-    result = torch.empty_like(parts[0])
-    dist.reduce_scatter(result, parts, group=axis.group)
-    return result
-
-
-def _identity(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return tensor.view_as(tensor)
-
-
-def _paired_function(there: Transformation, back: Transformation, meaning: str) -> Any:
-    class Pair(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:  # type: ignore[override]
-            ctx.axis = axis
-            return there(tensor, axis)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-            return back(gradient, ctx.axis), None
-
-    Pair.__doc__ = meaning
-    return Pair
-
-
-Copy = _paired_function(_identity, all_reduce, "Into a region: every rank uses the whole input.")
-Reduce = _paired_function(
-    all_reduce, _identity, "Out of a region: the ranks' partial results are summed."
-)
-GatherToRegion = _paired_function(
-    all_gather, reduce_scatter, "Into a region, from parts of the sequence."
-)
-ReduceScatter = _paired_function(
-    reduce_scatter, all_gather, "Out of a region, to parts of the sequence."
-)
-GatherWidth = _paired_function(
-    partial(all_gather, dim=-1),
-    partial(reduce_scatter, dim=-1),
-    "The ranks' columns side by side, of which each goes on with a part.",
-)
-Scatter = _paired_function(
-    split_for_rank, all_gather, "From the whole sequence to this rank's part."
-)
-GatherSequence = _paired_function(
-    all_gather, split_for_rank, "From the ranks' parts to the whole sequence on each."
-)
+    return leave.apply(partial, axis)

@@ -22,6 +22,7 @@ from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import output_layer
 from trainctl.models.tensors import SCORE
 from trainctl.options.model import Family, Region, family_of_type
+from trainctl.plans.trainable import LORA_A, LORA_B
 
 COLUMN, GATHERED = ("colwise", "packed_colwise"), ("colwise_gather_output", "colwise_rep")
 ROW = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
@@ -267,7 +268,8 @@ def _make_region(
         raise _not_shardable_error(model, f"its plan has styles that are not known here ({what})")
     known = {*cut, row, *per_head}
     if is_experts:
-        _require_known_styles(model, path, module, known | {f"{row}_bias"})
+        added = {f"{name}_{tensor}" for name in known for tensor in (LORA_A, LORA_B)}
+        _require_known_styles(model, path, module, known | added | {f"{row}_bias"})
         fused = 2 if parts[columns[0]] == "packed_colwise" else 1
         return Region(path, columns, row, fused=fused, is_experts=True)
     across: tuple[str, ...] = ()
@@ -315,8 +317,7 @@ def _require_single(model: PreTrainedModel, found: object) -> str:
         raise _not_shardable_error(
             model, "transformers does not say in which order its parts follow"
         )
-    name: str = names[0]
-    return name
+    return names[0]
 
 
 def _not_shardable_error(model: PreTrainedModel, why: str) -> TrainctlError:

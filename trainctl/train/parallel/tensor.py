@@ -3,6 +3,8 @@
 The scheme is Megatron-LM's (arXiv:1909.08053): projections into a region are split by outputs, the
 projection out of it by inputs, the vocabulary by tokens. With sequence-sharded norms
 (arXiv:2205.05198), the activations between the regions are also split along the sequence.
+Key-value heads that are fewer than the ranks are each on several neighbours, whose gradients of
+them are summed.
 
 DeepSpeed's own AutoTP cuts a model that every rank holds whole, and refuses a pipeline. So the
 modules are changed here, and DeepSpeed sees the mesh as its `mpu` (docs/decisions/009-*.md).
@@ -11,8 +13,9 @@ modules are changed here, and DeepSpeed sees the mesh as its `mpu` (docs/decisio
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,20 +32,18 @@ from trainctl.options.model import Region
 from trainctl.plans.trainable import LORA_A, LORA_B, MAGNITUDE
 from trainctl.train.adapters.layers import LoraLayer, added_parameters
 from trainctl.train.models.module import ModuleModel
-from trainctl.train.parallel.module_plan import cut_module, vocabulary_layers
-from trainctl.train.parallel.row_layers import (
+from trainctl.train.parallel.collectives import (
     Copy,
     GatherSequence,
     GatherToRegion,
     GatherWidth,
     Reduce,
-    RowConv1D,
-    RowLinear,
     Scatter,
     all_gather,
     all_reduce,
-    row_class,
 )
+from trainctl.train.parallel.module_plan import cut_module, vocabulary_layers
+from trainctl.train.parallel.row_layers import RowConv1D, RowLinear, row_class
 from trainctl.train.parallel.shard_plan import has_parts, shard_plan_of
 
 
@@ -117,27 +118,37 @@ class _Shards:
         self._pieces, self._uneven = pieces, uneven
         self._kept: dict[nn.Parameter, tuple[nn.Parameter, ParameterPiece]] = {}
 
-    def cut(self, module: nn.Module, name: str, dim: int, fused: int = 1) -> None:
-        """Replace a parameter by this rank's shard of it, unless that is done or there is none."""
+    def cut(self, module: nn.Module, name: str, dim: int, fused: int = 1, copies: int = 1) -> None:
+        """Replace a parameter by this rank's shard of it, unless that is done or there is none.
+
+        Args:
+            copies: Number of neighbouring ranks that get the same shard; the first one saves it.
+        """
         whole, axis = getattr(module, name), self.axis
         if whole is None or whole in self._kept:
             return
-        if whole.shape[dim] % (axis.size * fused) and whole not in self._uneven:
+        count = axis.size // copies
+        if whole.shape[dim] % (count * fused) and whole not in self._uneven:
             raise TrainctlError(
                 f"{self._pieces[whole].name} has {whole.shape[dim]} of what {axis.size} ranks share"
             )
         shard, shape = Shard.split(
-            whole.shape, dim=dim, index=axis.index, count=axis.size, fused=fused
+            whole.shape, dim=dim, index=axis.index // copies, count=count, fused=fused
         )
         empty = torch.empty(shape, dtype=whole.dtype, device=whole.device)
         part = nn.Parameter(empty, requires_grad=whole.requires_grad)
-        self._kept[whole] = part, replace(self._pieces[whole], shard=shard)
+        piece = self._pieces[whole]
+        saved = piece.is_saved_here and axis.index % copies == 0
+        piece = replace(piece, shard=shard, gradient_parts=copies, is_saved_here=saved)
+        self._kept[whole] = part, piece
 
     def keep(self, whole: nn.Parameter | None, *, partial: bool) -> None:
         """Keep a parameter whole on every tensor rank; the first rank saves it."""
         if whole is not None and whole not in self._kept:
             piece = self._pieces[whole]
-            piece = replace(piece, is_saved_here=self.axis.is_first, has_partial_gradient=partial)
+            if not piece.is_expert:  # experts are others on each rank
+                parts = self.axis.size if partial else 1
+                piece = replace(piece, is_saved_here=self.axis.is_first, gradient_parts=parts)
             self._kept[whole] = whole, piece
 
     def put_into(self, model: nn.Module) -> Pieces:
@@ -153,9 +164,13 @@ def _shard_part(
     module: nn.Module, region: Region, shards: _Shards, *, sequence_sharded: bool
 ) -> None:
     """Split one region of a block, and keep what every rank has whole of it."""
+    if region.is_experts and hasattr(module, "expert_axis"):
+        return  # the expert axis has cut them
     if region.is_experts:
         shard_experts(module, region, shards.axis, shards.cut)
-        shards.keep(getattr(module, f"{region.row}_bias", None), partial=True)
+        whole = [f"{name}_{LORA_A}" for name in region.columns]
+        for name in (f"{region.row}_bias", f"{region.row}_{LORA_B}", *whole):
+            shards.keep(getattr(module, name, None), partial=True)
         return
     _shard_region(module, region, shards.axis, shards.cut, sequence_sharded=sequence_sharded)
     for name in (*region.columns, region.row):  # adapter tensors that every rank has whole
@@ -195,17 +210,33 @@ def vocabulary_of(model: PreTrainedModel, axis: Axis) -> Vocabulary | None:
     return Vocabulary(axis, model.config.vocab_size) if axis.size > 1 else None
 
 
-def sum_partial_gradients(pieces: Pieces, axis: Axis) -> None:
-    """Add hooks that sum partial gradients over the tensor ranks, before DeepSpeed sees them."""
+def sum_partial_gradients(pieces: Pieces, axis: Axis, timeout: timedelta) -> None:
+    """Add hooks that sum partial gradients over the tensor ranks that hold the same piece, before
+    DeepSpeed sees them; on all tensor ranks together.
+    """
+    groups: dict[int, dist.ProcessGroup] = {axis.size: axis.group}
 
-    def summed(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=axis.group)
-        return gradient
+    def summing_hook(parts: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        if parts not in groups:
+            first = axis.index - axis.index % parts
+            neighbours = axis.ranks[first : first + parts]
+            groups[parts] = dist.new_group(
+                neighbours, timeout=timeout, use_local_synchronization=True
+            )
+
+        def summed(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.contiguous()
+            dist.all_reduce(gradient, group=groups[parts])
+            return gradient
+
+        return summed
 
     for parameter, piece in pieces.items():
-        if piece.has_partial_gradient and parameter.requires_grad:
-            parameter.register_hook(summed)
+        if piece.gradient_parts > 1:
+            # Frozen ones too: NCCL splits groups off the group of all ranks, which all wait for.
+            hook = summing_hook(piece.gradient_parts)
+            if parameter.requires_grad:
+                parameter.register_hook(hook)
 
 
 def vocabulary_parallel_cross_entropy(
@@ -220,10 +251,7 @@ def vocabulary_parallel_cross_entropy(
         labels: (samples, length), ids in the whole vocabulary.
         ignored: Label of positions that do not count.
     """
-    found: tuple[torch.Tensor, torch.Tensor] = _CrossEntropy.apply(
-        logits.float(), labels, vocabulary, ignored
-    )
-    return found
+    return _CrossEntropy.apply(logits.float(), labels, vocabulary, ignored)
 
 
 def gather_logits(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
@@ -281,17 +309,20 @@ def _split_by_tokens(embedding: Any, tokens: Vocabulary) -> None:
 def _shard_region(
     module: Any, region: Region, axis: Axis, cut: Any, *, sequence_sharded: bool
 ) -> None:
-    for name in region.columns:
+    head_copies = _copies_of_heads(module, axis)
+    norm_copies = [1, head_copies]  # norms of queries and of keys
+    for place, name in enumerate(region.columns):
         layer = getattr(module, name)
+        copies = head_copies if place and len(region.columns) == 3 else 1
         if isinstance(layer, Conv1D):
             cut(layer, "weight", dim=1, fused=region.fused)
             layer.nf //= axis.size
         else:
-            cut(layer, "weight", dim=0, fused=region.fused)
-            layer.out_features //= axis.size
+            cut(layer, "weight", dim=0, fused=region.fused, copies=copies)
+            layer.out_features //= axis.size // copies
         for parameter in ("bias", LORA_B, MAGNITUDE):
             if getattr(layer, parameter, None) is not None:
-                cut(layer, parameter, dim=0, fused=region.fused)
+                cut(layer, parameter, dim=0, fused=region.fused, copies=copies)
     row = getattr(module, region.row)
     if isinstance(row, LoraLayer):
         cut(row, LORA_A, dim=1)
@@ -309,8 +340,10 @@ def _shard_region(
         cut(module, name, dim=0)
     for name in region.widths:
         setattr(module, name, getattr(module, name) // axis.size)
-    for name in region.across_heads:
-        _norm_across_ranks(getattr(module, name), axis)
+    for name, copies in zip(region.across_heads, norm_copies, strict=False):
+        _norm_across_ranks(getattr(module, name), axis, copies)
+    if head_copies > 1:
+        module.num_key_value_groups //= head_copies
     if region.is_uneven:
         _choose_own_heads(module, region, axis)
     enter = GatherToRegion if sequence_sharded else Copy
@@ -327,7 +360,11 @@ def shard_experts(module: Any, region: Region, axis: Axis, cut: Any) -> None:
     for name in region.columns:
         is_bias = getattr(module, name).dim() == 2
         cut(module, name, dim=2 if gives_last and not is_bias else 1, fused=region.fused)
+        if hasattr(module, f"{name}_{LORA_B}"):
+            cut(module, f"{name}_{LORA_B}", dim=1, fused=region.fused)
     cut(module, region.row, dim=1 if gives_last else 2)
+    if hasattr(module, f"{region.row}_{LORA_A}"):
+        cut(module, f"{region.row}_{LORA_A}", dim=2)
     if hasattr(module, f"{region.row}_bias"):
         kind = type(module)
         module.__class__ = type(kind.__name__, (ExpertsWithBias, kind), {})
@@ -344,11 +381,27 @@ def shard_experts(module: Any, region: Region, axis: Axis, cut: Any) -> None:
     module.register_forward_hook(lambda _, args, output: Reduce.apply(output, axis))
 
 
-def _norm_across_ranks(norm: nn.Module, axis: Axis) -> None:
-    """Let a norm over all heads see all ranks' heads; each rank keeps its own of the result."""
-    norm.register_forward_pre_hook(lambda _, args: (GatherWidth.apply(args[0], axis), *args[1:]))
+def _copies_of_heads(module: Any, axis: Axis) -> int:
+    """Return the number of tensor ranks that share a key-value head."""
+    groups = getattr(module, "num_key_value_groups", 1)
+    return 1 if groups == 1 else max(1, axis.size * groups // module.config.num_attention_heads)
+
+
+def _norm_across_ranks(norm: nn.Module, axis: Axis, copies: int) -> None:
+    """Let a norm over all heads see all ranks' heads; each rank keeps its own of the result.
+
+    Args:
+        copies: Number of neighbouring ranks with the same heads.
+    """
+    count, index = axis.size // copies, axis.index // copies
+
+    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        gathered = GatherWidth.apply(args[0], axis).unflatten(-1, (count, copies, -1))
+        return (gathered[..., 0, :].flatten(-2), *args[1:])
+
+    norm.register_forward_pre_hook(gather)
     norm.register_forward_hook(
-        lambda _, args, output: output.chunk(axis.size, dim=-1)[axis.index].contiguous()
+        lambda _, args, output: output.chunk(count, dim=-1)[index].contiguous()
     )
 
 
@@ -361,13 +414,16 @@ def _choose_own_heads(module: Any, region: Region, axis: Axis) -> None:
     config = copy.copy(module.config)
     queries = config.num_attention_heads * module.head_dim
     keys = config.num_key_value_heads * module.head_dim
+    copies = max(1, axis.size // config.num_key_value_heads)
     config.num_attention_heads //= axis.size
-    config.num_key_value_heads //= axis.size
+    config.num_key_value_heads //= axis.size // copies
     module.config, module.num_key_value_heads = config, config.num_key_value_heads
 
     def choose(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        parts = GatherWidth.apply(output, axis).split((queries, keys, keys), dim=-1)
-        return torch.cat([p.chunk(axis.size, dim=-1)[axis.index] for p in parts], dim=-1)
+        query, *others = GatherWidth.apply(output, axis).split((queries, keys, keys), dim=-1)
+        count, index = axis.size // copies, axis.index // copies
+        own = (part.chunk(count, dim=-1)[index] for part in others)
+        return torch.cat([query.chunk(axis.size, dim=-1)[axis.index], *own], dim=-1)
 
     getattr(module, region.columns[0]).register_forward_hook(choose)
 

@@ -66,22 +66,14 @@ silent for long.
 """
 
 
-def drop(row: RolloutRow, completion: Completion) -> None:
-    """Keep nothing of an answer that has ended."""
-
-
-def be_silent(doing: str) -> None:
-    """Tell nobody what is done."""
-
-
 def generate(
     engine: Engine,
     process: Process,
     rows: Sequence[RolloutRow],
     sampler: Sampler,
     settings: Generation,
-    keep: Callable[[RolloutRow, Completion], None] = drop,
-    beat: Callable[[str], None] = be_silent,
+    keep: Callable[[RolloutRow, Completion], None] = lambda row, answer: None,
+    beat: Callable[[str], None] = lambda doing: None,
 ) -> list[Completion]:
     """Return the answers of all rows, in their order; on all ranks together.
 

@@ -31,17 +31,14 @@ from trainctl.config.secrets import redact_text
 from trainctl.data.corpora import corpus_digests
 from trainctl.engines.process import Process
 from trainctl.errors import ExitCode, TrainctlError, describe_exception
-from trainctl.plans.identity import model_description
-from trainctl.plans.mup import multipliers
 from trainctl.plans.settings import number_formats
-from trainctl.runs.checkpoints import manifest_run_id
 from trainctl.runs.layout import RunPaths
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.save import rank_part, write_checkpoint
 from trainctl.train.export.directory import export
 from trainctl.train.models.model import TORCH_TYPES
 from trainctl.train.rollouts import Completion, RolloutRow
-from trainctl.train.rollouts.generate import Generation, be_silent, drop
+from trainctl.train.rollouts.generate import Generation
 from trainctl.train.rollouts.sampling import Sampler
 from trainctl.train.session import Session
 
@@ -77,7 +74,9 @@ class RolloutServer:
         self._url, self._process, self._at_once = url.rstrip("/"), process, at_once
         self._model, self._served = "", [math.nan]  # sums of the weights that it has read
 
-    def send_weights(self, session: Session, beat: Callable[[str], None] = be_silent) -> None:
+    def send_weights(
+        self, session: Session, beat: Callable[[str], None] = lambda doing: None
+    ) -> None:
         """Write the weights and let the server read them, unless it has the same; on all ranks
         together.
 
@@ -110,8 +109,8 @@ class RolloutServer:
         rows: Sequence[RolloutRow],
         sampler: Sampler,
         settings: Generation,
-        keep: Callable[[RolloutRow, Completion], None] = drop,
-        beat: Callable[[str], None] = be_silent,
+        keep: Callable[[RolloutRow, Completion], None] = lambda row, answer: None,
+        beat: Callable[[str], None] = lambda doing: None,
     ) -> list[Completion]:
         """Return the answers of all rows, in their order; on all ranks together.
 
@@ -232,7 +231,7 @@ def _hint_for(path: str, code: int) -> str:
     return "its log says more"
 
 
-def write_weights(session: Session, beat: Callable[[str], None] = be_silent) -> Path:
+def write_weights(session: Session, beat: Callable[[str], None] = lambda doing: None) -> Path:
     """Write the current weights as a directory that transformers loads; on all ranks together.
 
     They pass through a weights-only checkpoint, which knows no layout and merges adapters. The
@@ -253,18 +252,15 @@ def write_weights(session: Session, beat: Callable[[str], None] = be_silent) -> 
     process.barrier()
     facts = {
         **asdict(session.progress),
-        "run": manifest_run_id(session.run) or "",
         "weights_only": True,
         "metrics": {},
         **corpus_digests(session.corpora),
         "shapes": session.shapes,
-        "model": model_description(config.model, session.shapes),
-        "multipliers": multipliers(config.model),
-        **session.manifest_entries,
+        **session.origin,
     }
     part = rank_part(session.state, session.saved_buffers, dtype)
     once = replace(config.checkpoint, mirror=None)
-    saved = write_checkpoint(place, process, part, facts, once)
+    saved, _ = write_checkpoint(place, process, part, facts, once)
     doing = partial(beat, "writing weights for the server")
     on_first_rank(process, partial(export, config, saved, out, dtype=dtype), doing)
     return out
@@ -306,5 +302,4 @@ def on_first_rank(process: Process, work: Callable[[], Result], beat: Callable[[
     result, problem = process.broadcast_from_first((result, problem))
     if problem is not None:
         raise problem
-    found: Any = result
-    return found
+    return result

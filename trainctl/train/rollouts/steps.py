@@ -69,6 +69,8 @@ SAMPLING_KEYS = (
 """Keys of the objective that sampled answers and their rewards follow from."""
 
 _PHASE_FILE = "phase.json"
+_NUMBERS = ("step", "first_sample", "extra_samples", "global_batch_size", "without_signal")
+"""Fields of a phase that its file has as they are."""
 
 
 @dataclass(slots=True)
@@ -95,11 +97,15 @@ class JudgedAnswer:
     def tokens(self) -> int:
         return len(self.fields["ids"])
 
-    def judge(self, section: GrpoConfig) -> None:
-        """Sum its rewards."""
-        rewards = self.fields["rewards"]
-        if any(value is not None for value in rewards.values()):
-            self.reward = weighted_sum(section, rewards)
+    @classmethod
+    def of(
+        cls, section: GrpoConfig, key: AnswerKey, prompt: Sequence[int], fields: dict[str, Any]
+    ) -> Self:
+        """Return an answer with the sum of its rewards."""
+        rewards = fields["rewards"]
+        is_known = any(value is not None for value in rewards.values())
+        reward = weighted_sum(section, rewards) if is_known else math.nan
+        return cls(*key, tuple(prompt), fields, reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,20 +326,17 @@ class RolloutData:
             try:
                 plain = read_json(folder / _PHASE_FILE)
                 known = read_answers(folder)
+                prompts, keys = plain["prompts"], map(tuple, plain["answers"])
                 answers = [
-                    JudgedAnswer(
-                        number, sample, tuple(plain["prompts"][str(number)]), known[number, sample]
-                    )
-                    for number, sample in plain["answers"]
+                    JudgedAnswer.of(self._section, key, prompts[str(key[0])], known[key])
+                    for key in keys
                 ]
                 for each, advantage in zip(answers, plain["advantages"], strict=True):
                     each.advantage = advantage
-                    each.judge(self._section)
                 found = RolloutPhase(folder=folder, answers=answers, **plain["numbers"])
             except (OSError, ValueError, KeyError, TypeError):
                 found = None
-        phase: RolloutPhase | None = session.process.broadcast_from_first(found)
-        return phase
+        return session.process.broadcast_from_first(found)
 
     def _answered(
         self,
@@ -352,9 +355,7 @@ class RolloutData:
             known.setdefault(key, {}).update(fields)
         unjudged = [key for key in keys if "rewards" not in known[key]]
         self._judge(unjudged, prompts, known, writer, step)
-        found = [JudgedAnswer(*key, prompts[key[0]].ids, known[key]) for key in keys]
-        for each in found:
-            each.judge(section)
+        found = [JudgedAnswer.of(section, key, prompts[key[0]].ids, known[key]) for key in keys]
         return [found[at : at + section.samples] for at in range(0, len(found), section.samples)]
 
     def _generate(
@@ -478,10 +479,10 @@ class RolloutData:
         rows = [RolloutRow(prompts[number].ids, number, 0) for number, _ in keys]
         known = dict(zip(keys, self._generate(rows, None), strict=True))
         self._judge(keys, prompts, known, None, session.progress.step)
-        answers = [JudgedAnswer(*key, prompts[key[0]].ids, known[key]) for key in keys]
-        for each in answers:
-            each.judge(self._section)
-        measures = _measures(answers)
+        section = self._section
+        measures = _measures(
+            [JudgedAnswer.of(section, key, prompts[key[0]].ids, known[key]) for key in keys]
+        )
         if "reward" not in measures:
             return None
         loss = -measures["reward"]
@@ -572,13 +573,7 @@ def _measures(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
 def _as_plain(phase: RolloutPhase) -> dict[str, Any]:
     """Return a phase without the fields that its answers keep, as JSON."""
     return {
-        "numbers": {
-            "step": phase.step,
-            "first_sample": phase.first_sample,
-            "extra_samples": phase.extra_samples,
-            "global_batch_size": phase.global_batch_size,
-            "without_signal": phase.without_signal,
-        },
+        "numbers": {name: getattr(phase, name) for name in _NUMBERS},
         "prompts": {each.number: list(each.prompt) for each in phase.answers},
         "answers": [each.key for each in phase.answers],
         "advantages": [each.advantage for each in phase.answers],

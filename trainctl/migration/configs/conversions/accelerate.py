@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trainctl.migration.configs.conversions.deepspeed import convert_file
-from trainctl.migration.configs.conversions.fsdp import choose_engine
+from trainctl.migration.configs.conversions.fsdp import HYBRID, choose_engine, group_size
 from trainctl.migration.configs.import_table import Conversion
-from trainctl.migration.configs.result import Why
 
 DEEPSPEED, FSDP, PARALLEL = "deepspeed_config", "fsdp_config", "parallelism_config"
 
@@ -37,12 +34,16 @@ def _fsdp(source: Conversion) -> None:
         strategy = {"True": "FULL_SHARD", "False": "SHARD_GRAD_OP"}.get(str(reshard), reshard)
     name = f"{FSDP}.fsdp_sharding_strategy"
     name = name if source.given(name) else f"{FSDP}.fsdp_reshard_after_forward"
+    is_hybrid = str(strategy).upper() in HYBRID
+    copies = max(_size(source, "dp_replicate"), source.count("num_machines") if is_hybrid else 1)
+    shards = source.get(f"{PARALLEL}.{PARALLEL}_dp_shard_size")
+    ranks = source.count("num_processes") or source.world_size
     choose_engine(
         source,
         strategy,
         name=name,
-        to_host=source.get(f"{FSDP}.fsdp_offload_params") is True,
-        has_axes=any(_size(source, axis) > 1 for axis in ("tp", "sp")),
+        to_host=source.is_on(f"{FSDP}.fsdp_offload_params"),
+        group=group_size(shards, copies, ranks) if is_hybrid or copies > 1 else None,
     )
 
 
@@ -54,14 +55,12 @@ def machines(source: Conversion) -> None:
     """Convert the number of machines and processes, and what starts them on several machines."""
     nodes = source.count("num_machines")
     total = source.count("num_processes") or source.world_size
-    is_cpu = source.get("use_cpu") is True or source.get("distributed_type") == "MULTI_CPU"
+    is_cpu = source.is_on("use_cpu") or source.get("distributed_type") == "MULTI_CPU"
     if is_cpu:
         source.set("hardware", "cpu", "use_cpu")
     if total is None:
         if source.given("num_processes"):
-            source.leave(
-                "num_processes", "the number is given at the launch", "hardware=8xh100-80g"
-            )
+            source.leave("num_processes")
     elif total % nodes:
         source.leave(
             "num_processes",
@@ -83,17 +82,15 @@ def _launcher(source: Conversion, nodes: int) -> None:
     mpi_hosts = "mpirun_config.mpirun_hostfile"
     if source.given(mpi_hosts):
         source.set("launcher", "mpi", mpi_hosts)
-        source.set("launcher.mpi_hostfile", source.get(mpi_hosts), mpi_hosts)
+        source.copy("launcher.mpi_hostfile", mpi_hosts)
     elif nodes > 1:
         launcher = LAUNCHERS.get(str(source.get(runner)), "ssh")
         source.set("launcher", launcher, runner if source.given(runner) else "num_machines")
         key = {"ssh": "launcher.hostfile", "mpi": "launcher.mpi_hostfile"}.get(launcher)
-        if key and source.given(hosts):
-            source.set(key, source.get(hosts), hosts)
+        if key:
+            source.copy(key, hosts)
     else:
-        for name in (runner, hosts):
-            if source.given(name):
-                source.leave(name, "there is one machine", why=Why.ignored)
+        source.ignore("there is one machine", runner, hosts)
 
 
 PRECISIONS = {"no": "fp32", "false": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
@@ -103,7 +100,7 @@ def precision(source: Conversion) -> None:
     """Convert `mixed_precision`; before 0.12 `fp16: true` was a key of its own."""
     name = "mixed_precision"
     wanted = str(source.get(name)).lower()
-    if not source.given(name) and source.get("fp16") is True:
+    if not source.given(name) and source.is_on("fp16"):
         name, wanted = "fp16", "fp16"
     if wanted in PRECISIONS:
         source.set("precision", PRECISIONS[wanted], name)
@@ -114,9 +111,7 @@ def precision(source: Conversion) -> None:
 def deepspeed(source: Conversion) -> None:
     """Convert the DeepSpeed section: a JSON of its own, or its stage and offload."""
     if str(source.get("distributed_type")).upper() != "DEEPSPEED":
-        for name, entry in source.table.keys.items():
-            if entry.convert == "accelerate.deepspeed" and source.given(name):
-                source.leave(name, "distributed_type is not DEEPSPEED", why=Why.ignored)
+        source.ignore("distributed_type is not DEEPSPEED", *source.keys_of("accelerate.deepspeed"))
         return
     file = f"{DEEPSPEED}.deepspeed_config_file"
     if source.given(file) and source.get(file) != "none":
@@ -136,15 +131,10 @@ def deepspeed(source: Conversion) -> None:
         else:
             source.leave(name, f"there is no device {value}", f"offload.{ours}=cpu")
         path = f"{DEEPSPEED}.offload_{key}_nvme_path"
-        if source.given(path):
-            _nvme_path(source, path, value)
-
-
-def _nvme_path(source: Conversion, name: str, device: Any) -> None:
-    if device != "nvme":
-        source.leave(name, "nothing is offloaded there", why=Why.ignored)
-    else:
-        source.set("offload.nvme_path", source.get(name), name)
+        if value == "nvme":
+            source.copy("offload.nvme_path", path)
+        else:
+            source.ignore("nothing is offloaded there", path)
 
 
 def compiler(source: Conversion) -> None:
@@ -161,15 +151,6 @@ def compiler(source: Conversion) -> None:
         source.leave(name, "blocks are compiled by inductor", "kernels=compiled")
 
 
-def attention(source: Conversion) -> None:
-    """Convert the attention under sequence parallelism."""
-    name = f"{PARALLEL}.{PARALLEL}_sp_attn_implementation"
-    if source.get(name) in ("sdpa", "flash_attention_2", "eager"):
-        source.set("model.attention", source.get(name), name)
-    elif source.given(name):
-        source.leave(name, "there is no such kernel", "model.attention=flash_attention_2")
-
-
 def sequence_length(source: Conversion) -> None:
     """Convert the length of sequences that are divided; it counts only where they are."""
     name = f"{PARALLEL}.{PARALLEL}_sp_seq_length"
@@ -181,7 +162,7 @@ def sequence_sharded_norms(source: Conversion) -> None:
     """Convert Megatron's sequence parallelism, which exists with tensor ranks only."""
     name = "megatron_lm_config.megatron_lm_sequence_parallelism"
     size = source.count("megatron_lm_config.megatron_lm_tp_degree")
-    if source.get(name) is True and size > 1:
+    if source.is_on(name) and size > 1:
         source.set("parallelism.sequence_sharded_norms", True, name)
-    elif source.given(name):
-        source.leave(name, "there are no tensor ranks", why=Why.ignored)
+    else:
+        source.ignore("there are no tensor ranks", name)

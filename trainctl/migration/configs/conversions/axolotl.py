@@ -28,27 +28,21 @@ def batch(source: Conversion) -> None:
         source.set("training.gradient_accumulation_steps", int(steps), "batch_size")
         return
     source.set("training.gradient_accumulation_steps", int(steps), "gradient_accumulation_steps")
-    if source.given("batch_size"):
-        source.leave("batch_size", "gradient_accumulation_steps replaces it", why=Why.ignored)
+    source.ignore("gradient_accumulation_steps replaces it", "batch_size")
 
 
 def adapter(source: Conversion) -> None:
     """Convert the adapter, its layers, and the format of the frozen base."""
     kind = str(source.get("adapter") or "")
-    names = [
-        name
-        for name, entry in source.table.keys.items()
-        if entry.convert == "axolotl.adapter" and name != "adapter"
-    ]
     if kind not in ("lora", "qlora"):
         source.set("adapter", "none")
         if kind:
             source.leave("adapter", f"there is no adapter {kind}", "adapter=lora")
-        for name in filter(source.given, names):
-            what = f"adapter: {kind}" if kind else "without an adapter"
-            source.leave(name, f"{what} it has no effect here", why=Why.ignored)
+        what = f"adapter: {kind}" if kind else "without an adapter"
+        names = source.keys_of("axolotl.adapter", but=["adapter"])
+        source.ignore(f"{what} it has no effect here", *names)
         return
-    both = [name for name in ("peft_use_dora", "peft_use_rslora") if source.get(name) is True]
+    both = [name for name in ("peft_use_dora", "peft_use_rslora") if source.is_on(name)]
     options = {"peft_use_dora": "dora", "peft_use_rslora": "rslora"}
     option = options[both[0]] if both else "lora"
     source.set("adapter", option, "adapter")
@@ -64,14 +58,12 @@ def adapter(source: Conversion) -> None:
 def _base_weights(source: Conversion, kind: str) -> None:
     double = "bnb_config_kwargs.bnb_4bit_use_double_quant"
     weights = "compute"
-    if kind == "qlora" and source.get("load_in_4bit") is True:
+    if kind == "qlora" and source.is_on("load_in_4bit"):
         weights = "nf4_double" if source.get(double) is not False else "nf4"
-    elif kind == "lora" and source.get("load_in_8bit") is True:
+    elif kind == "lora" and source.is_on("load_in_8bit"):
         weights = "int8"
-    elif source.get("load_in_4bit") is True:
-        source.leave(
-            "load_in_4bit", "only adapter: qlora has a base of 4 bits", "adapter.base_weights=nf4"
-        )
+    elif source.is_on("load_in_4bit"):
+        source.leave("load_in_4bit")
     source.set("adapter.base_weights", weights, "load_in_4bit", "load_in_8bit", double)
     if source.given(double) and not weights.startswith("nf4"):
         source.leave(double, "the base has no 4 bits", why=Why.ignored)
@@ -80,16 +72,14 @@ def _base_weights(source: Conversion, kind: str) -> None:
 def _layers(source: Conversion) -> None:
     """Convert the names of the layers with adapters, and of those that train as they are."""
     targets = source.get("lora_target_modules")
-    if source.get("lora_target_linear") is True:
-        source.set("adapter.targets", [], "lora_target_linear")
+    if source.is_on("lora_target_linear"):
+        targets = trainer.with_experts(source, [])
+        source.set("adapter.targets", targets, "lora_target_linear")
     elif isinstance(targets, list) and all(_is_name(each) for each in targets):
-        source.set("adapter.targets", targets, "lora_target_modules")
+        names = "lora_target_modules", "lora_target_parameters"
+        source.set("adapter.targets", trainer.with_experts(source, targets), *names)
     elif source.given("lora_target_modules"):
-        source.leave(
-            "lora_target_modules",
-            "layers are named by the ends of their names, not by expressions",
-            "adapter.targets=[q_proj,v_proj]",
-        )
+        source.leave("lora_target_modules")
     saved = source.texts("lora_modules_to_save")
     known = [trainer.ALSO_TRAINED[each] for each in saved if each in trainer.ALSO_TRAINED]
     if known:
@@ -114,11 +104,7 @@ def frozen(source: Conversion) -> None:
     if not patterns:
         return
     if source.get("adapter"):
-        source.leave(
-            "unfrozen_parameters",
-            "an adapter freezes all weights of the model",
-            "adapter.also_train=[embeddings]",
-        )
+        source.leave("unfrozen_parameters")
         return
     if any(re.search(r"\[\d*:\d*\]$", each) for each in patterns):
         source.leave(
@@ -135,76 +121,59 @@ RECORDS = {
     "process_reward": "steps",
 }
 """Kind of data for each objective of records."""
-REWARD_MODELS = {"reward_model": "reward", "process_reward_model": "process_reward"}
-WEIGHTS = ("desirable_weight", "undesirable_weight")
-"""Keys of KTO."""
 
 
 def objective(source: Conversion) -> None:
     """Convert the objective of `rl` and its strengths (TRL's defaults)."""
     kind = str(source.get("rl") or "")
-    used = {"rl_beta"} if kind in ("dpo", "ipo", "simpo", "kto") else set()
     beta = source.number("rl_beta") or 0.1
     if kind in ("dpo", "ipo"):
         source.set("objective", "dpo", "rl")
         source.set("objective.beta", beta, "rl_beta")
         source.set("objective.loss", "ipo" if kind == "ipo" else "sigmoid")
         if kind == "dpo":
-            used |= {"dpo_loss_type", "dpo_label_smoothing"}
             _loss_of_pairs(source)
     elif kind == "orpo":
         source.set("objective", "orpo", "rl")
         name = "rl_beta" if source.given("rl_beta") else "orpo_alpha"
-        source.set("objective.weight", source.number(name) or 0.1, name)
-        used |= {"rl_beta", "orpo_alpha"}
+        source.set("objective.weight", source.number(name) or 0.1, "rl_beta", "orpo_alpha")
     elif kind == "simpo":
         source.set("objective", "simpo", "rl")
         source.set("objective.beta", beta, "rl_beta")
         gamma = source.number("simpo_gamma")
         source.set("objective.gamma_ratio", (0.5 if gamma is None else gamma) / beta, "simpo_gamma")
-        used |= {"simpo_gamma", "cpo_alpha"}
         alpha = source.number("cpo_alpha")
         if alpha is None or alpha:
-            source.leave(
-                "cpo_alpha", "the loss of the chosen answer is not added", "objective=orpo"
-            )
+            source.leave("cpo_alpha")
+        else:
+            source.set("objective", "simpo", "rl", "cpo_alpha")
     elif kind == "kto":
         source.set("objective", "kto", "rl")
         source.set("objective.beta", beta, "rl_beta")
-        for name in WEIGHTS:
-            if source.given(f"kto_{name}"):
-                source.set(f"objective.{name}", source.number(f"kto_{name}"), f"kto_{name}")
-                used.add(f"kto_{name}")
-    elif not kind and (keys := _reward_model(source)):
-        used |= keys
-    elif not kind and source.get("kd_trainer"):
-        used |= _distillation(source)
-    else:
+        for name in filter(source.given, ("kto_desirable_weight", "kto_undesirable_weight")):
+            key = name.replace("kto_", "objective.")
+            source.set(key, source.number(name), name)
+    elif kind:
+        is_sampled = kind in ("grpo", "gdpo")
+        reason = "rewards are set up anew" if is_sampled else f"there is no objective {kind}"
         source.set("objective", "next_token")
-        if kind:
-            is_sampled = kind in ("grpo", "gdpo")
-            reason = "rewards are set up anew" if is_sampled else f"there is no objective {kind}"
-            source.leave("rl", reason, "objective=grpo" if is_sampled else "objective=dpo")
-    names = [n for n, e in source.table.keys.items() if e.convert == "axolotl.objective"]
-    for name in names:
-        if name != "rl" and name not in used and source.given(name):
-            source.leave(name, f"rl: {kind or 'none'} does not use it", why=Why.ignored)
-
-
-def _reward_model(source: Conversion) -> set[str]:
-    """Convert a reward model, of answers or of steps; return the keys that it uses."""
-    used = {name for name in REWARD_MODELS if source.get(name) is True}
-    for name in used:
-        source.set("objective", REWARD_MODELS[name], name)
-    if used == {"reward_model"}:
-        used.add("center_rewards_coefficient")
+        source.leave("rl", reason, "objective=grpo" if is_sampled else "objective=dpo")
+    elif source.is_on("reward_model"):
+        source.set("objective", "reward", "reward_model")
         centering = source.number("center_rewards_coefficient") or 0.0
         source.set("objective.centering", centering, "center_rewards_coefficient")
-    return used
+    elif source.is_on("process_reward_model"):
+        source.set("objective", "process_reward", "process_reward_model")
+    elif source.get("kd_trainer"):
+        _distillation(source)
+    else:
+        source.set("objective", "next_token")
+    unused = source.unused_keys_of("axolotl.objective", but=["rl"])
+    source.ignore(f"rl: {kind or 'none'} does not use it", *unused)
 
 
-def _distillation(source: Conversion) -> set[str]:
-    """Convert the distillation of Axolotl's plugin; return the keys that it uses.
+def _distillation(source: Conversion) -> None:
+    """Convert the distillation of Axolotl's plugin.
 
     Its loss is kd_alpha T^2 divergence + kd_ce_alpha cross entropy (integrations/kd): ours is that
     divided by the sum of both weights.
@@ -217,9 +186,7 @@ def _distillation(source: Conversion) -> set[str]:
     weight = hard / (soft + hard) if soft + hard else 0.0
     source.set("objective.label_weight", round(weight, 6), "kd_alpha", "kd_ce_alpha")
     trainer.convert_teacher(source, "kd_online_server_model", "kd_beta", default_beta=0.0)
-    if source.given("kd_online_topk"):
-        source.set("objective.top_k", source.get("kd_online_topk"), "kd_online_topk")
-    return {name for name in source.table.keys if name.startswith("kd_")}
+    source.copy("objective.top_k", "kd_online_topk")
 
 
 def _loss_of_pairs(source: Conversion) -> None:
@@ -271,8 +238,7 @@ def schedule(source: Conversion) -> None:
         source.set("schedule", NEAR[kind])
         source.set("schedule.floor_ratio", 0.0)
         trainer.warmup(source)
-        if source.given("lr_scheduler_kwargs"):
-            source.leave("lr_scheduler_kwargs", f"of {kind}", why=Why.ignored)
+        source.ignore(f"of {kind}", "lr_scheduler_kwargs")
     else:
         trainer.convert_schedule(source, "lr_scheduler")
     floor = source.number("cosine_min_lr_ratio")
@@ -282,20 +248,12 @@ def schedule(source: Conversion) -> None:
         source.leave("cosine_min_lr_ratio", f"{kind} does not use it", why=Why.ignored)
     constant = source.number("cosine_constant_lr_ratio")
     if constant and floor:
-        source.leave(
-            "cosine_constant_lr_ratio",
-            "a cosine reaches its floor at the end of the run",
-            "schedule=cosine",
-        )
-    elif source.given("cosine_constant_lr_ratio"):
-        source.leave("cosine_constant_lr_ratio", "0 changes nothing", why=Why.ignored)
+        source.leave("cosine_constant_lr_ratio")
+    else:
+        source.ignore("0 changes nothing", "cosine_constant_lr_ratio")
     if kind != "constant" and not source.given("warmup_steps") and not source.given("warmup_ratio"):
         source.set("schedule.warmup_fraction", 0.03)
-        source.leave(
-            "warmup_steps",
-            "the warmup is 3 % of the run, which are at most 100 steps there",
-            "schedule.warmup_steps=100",
-        )
+        source.leave("warmup_steps")
 
 
 NEAR = {"one_cycle": "one_cycle", "rex": "polynomial"}
@@ -340,16 +298,10 @@ def recomputation(source: Conversion) -> None:
     source.set("activation_checkpointing", option, "gradient_checkpointing")
     if mode == "offload_disk" or offload == "disk":
         name = "gradient_checkpointing" if mode == "offload_disk" else "activation_offloading"
-        source.leave(
-            name, "inputs of blocks go to host memory", "activation_checkpointing=offloaded"
-        )
+        source.leave(name)
     for name in selective:
         if "." in name:
-            source.leave(
-                name,
-                "selective keeps matrix products and attention",
-                "activation_checkpointing=selective",
-            )
+            source.leave(name)
 
 
 def sharding(source: Conversion) -> None:
@@ -388,22 +340,22 @@ def fsdp_section(source: Conversion, parts: list[str]) -> None:
 def kernels(source: Conversion) -> None:
     """Convert kernels; what a plugin does is asked for by its own keys."""
     liger = ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm")
-    if any(source.get(name) is True for name in liger):
+    if any(source.is_on(name) for name in liger):
         source.set("kernels.liger", True, *liger)
     fused, chunked = (
         "liger_fused_linear_cross_entropy",
         ("cut_cross_entropy", "chunked_cross_entropy"),
     )
-    if source.get(fused) is True:
+    if source.is_on(fused):
         source.set("kernels.cross_entropy", "liger_fused", fused)
-    elif any(source.get(name) is True for name in chunked):
+    elif any(source.is_on(name) for name in chunked):
         source.set("kernels.cross_entropy", "chunked", *chunked)
     tiles = source.number("tiled_mlp_num_shards")
-    if source.get("tiled_mlp") is True and tiles and tiles >= 1:
+    if source.is_on("tiled_mlp") and tiles and tiles >= 1:
         source.set("kernels.mlp_tiles", int(tiles), "tiled_mlp_num_shards")
-    elif source.get("tiled_mlp") is True:
+    elif source.is_on("tiled_mlp"):
         source.leave("tiled_mlp", "the number of tiles is a key", "kernels.mlp_tiles=4")
-    if source.get("deepcompile") is True:
+    if source.is_on("deepcompile"):
         source.set("kernels.compile", "deepcompile", "deepcompile")
     elif source.get("torch_compile") in (True, "auto"):
         source.set("kernels.compile", "blocks", "torch_compile")
@@ -413,23 +365,14 @@ def kernels(source: Conversion) -> None:
         if not re.search(r"liger|cut_cross_entropy|kernels|llm_compressor|lm_eval", each)
     ]
     if others:
-        source.leave(
-            "plugins",
-            "code of Axolotl's is not run",
-            "callbacks and options of your own (docs/options.md)",
-            value=others,
-        )
+        source.leave("plugins", value=others)
 
 
 def saving(source: Conversion) -> None:
     """Convert the intervals between checkpoints; epochs have no counterpart."""
     strategy = "steps" if source.get("save_steps") else source.get("save_strategy") or "epoch"
     if source.given("saves_per_epoch"):
-        source.leave(
-            "saves_per_epoch",
-            "checkpoints are made by steps or minutes, not by epochs",
-            "checkpoint.every_steps=N",
-        )
+        source.leave("saves_per_epoch")
         strategy = "steps" if strategy == "steps" else "none"
     trainer.convert_saving(source, str(strategy))
 
@@ -439,35 +382,18 @@ def evaluation(source: Conversion) -> None:
     has_data = source.number("val_set_size") or source.document.get("test_datasets")
     names = ("eval_steps", "evals_per_epoch", "eval_strategy")
     if not has_data:
-        for name in names:
-            if source.given(name):
-                source.leave(name, "there is no held-out data", why=Why.ignored)
+        source.ignore("there is no held-out data", *names)
         return
     if source.given("evals_per_epoch"):
-        source.leave(
-            "evals_per_epoch",
-            "evaluations are made by steps, and at the end, not by epochs",
-            "training.evaluate_every_steps=N",
-        )
+        source.leave("evals_per_epoch")
     strategy = "steps" if source.get("eval_steps") else source.get("eval_strategy") or "end"
     trainer.convert_evaluation(source, str(strategy))
 
 
 def held_out(source: Conversion) -> None:
     """Convert the share of the data that is held out."""
-    size = source.number("val_set_size") or 0.0
-    if source.document.get("test_datasets"):
-        return
-    if 0 <= size <= 0.5:
-        source.set("data.held_out_fraction", float(size), "val_set_size")
-        if not size:
-            source.set("training.evaluation_samples", 0)
-    else:
-        source.leave(
-            "val_set_size",
-            "a share of the data is held out, at most half",
-            "data.held_out_fraction=0.05",
-        )
+    has_files = bool(source.document.get("test_datasets"))
+    trainer.convert_held_out(source, "val_set_size", has_files=has_files)
 
 
 def datasets(source: Conversion) -> None:
@@ -482,7 +408,7 @@ def datasets(source: Conversion) -> None:
         part = _data_part(source, f"test_datasets[{index}].", entry, records=records)
         for each in parts[:1]:
             each.held_out += part.paths
-    learn = "all" if source.get("train_on_inputs") is True else "assistant"
+    learn = "all" if source.is_on("train_on_inputs") else "assistant"
     for part in parts:
         if part.kind == "chat":
             part.keys.setdefault("learn", learn)
@@ -494,13 +420,8 @@ def datasets(source: Conversion) -> None:
         strategy = "drop"
     if any(part.kind in ("chat", records) for part in parts):
         source.set("data.on_too_long", how.get(strategy, "drop"), "excess_length_strategy")
-    if source.get("sample_packing") is not True and not records:
-        source.leave(
-            "sample_packing",
-            "samples are always packed, so that a step sees more conversations",
-            "training.micro_batch_size=1",
-            value=False,
-        )
+    if not source.is_on("sample_packing") and not records:
+        source.leave("sample_packing", value=False)
 
 
 def _entries(source: Conversion, name: str) -> list[Mapping[str, Any]]:
@@ -644,10 +565,10 @@ def _template(source: Conversion) -> None:
 def trackers(source: Conversion) -> None:
     """Convert the loggers and their projects."""
     wanted = {
-        "wandb": source.get("use_wandb") is True or bool(source.get("wandb_project")),
-        "tensorboard": source.get("use_tensorboard") is True,
-        "mlflow": source.get("use_mlflow") is True,
-        "trackio": source.get("use_trackio") is True or bool(source.get("trackio_project_name")),
+        "wandb": source.is_on("use_wandb") or bool(source.get("wandb_project")),
+        "tensorboard": source.is_on("use_tensorboard"),
+        "mlflow": source.is_on("use_mlflow"),
+        "trackio": source.is_on("use_trackio") or bool(source.get("trackio_project_name")),
     }
     if source.get("wandb_mode") == "disabled":
         wanted["wandb"] = False
@@ -661,16 +582,14 @@ def trackers(source: Conversion) -> None:
         "trackio_project_name": "logging.trackio.project",
     }
     for theirs, ours in projects.items():
-        if not source.given(theirs):
-            continue
-        if ours.split(".")[1] in names:
+        if ours.split(".")[1] not in names:
+            source.ignore("its logger is not used", theirs)
+        elif source.given(theirs):
             source.set(ours, str(source.get(theirs)), theirs)
-        else:
-            source.leave(theirs, "its logger is not used", why=Why.ignored)
     if source.get("wandb_mode") == "offline" and "wandb" in names:
         source.set("logging.wandb.mode", "offline", "wandb_mode")
     for name in ("use_comet", "use_swanlab", "use_otel_metrics"):
-        if source.get(name) is True:
+        if source.is_on(name):
             nearest = "prometheus" if "otel" in name else "wandb"
             source.leave(name, "there is no such logger", f"logging.to=[{nearest}]")
 
@@ -681,5 +600,5 @@ def profiler(source: Conversion) -> None:
     if steps and steps >= 1:
         begin, end = int(first) + 1, int(first) + int(steps)
         source.set("logging.profile_steps", [begin, end], "profiler_steps")
-    elif source.given("profiler_steps_start"):
-        source.leave("profiler_steps_start", "of profiler_steps", why=Why.ignored)
+    else:
+        source.ignore("of profiler_steps", "profiler_steps_start")

@@ -21,12 +21,21 @@ STAGES = {
 }
 """ZeRO stage of each sharding strategy, by name or by FSDP1's number."""
 
-HYBRID = "weights are sharded over all data-parallel ranks, not copied between nodes"
-WITHIN_NODES = "engine=deepspeed zero_stage=3 zero_stage.hpz_partition_size=N"
+HYBRID = ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2", "5")
+"""Strategies that shard within groups of ranks, by default nodes."""
+
+NO_GROUPS = "DeepSpeed has no shard groups"
+UNKNOWN_GROUP = "the number of devices of a node is not known here"
 
 
 def choose_engine(
-    source: Conversion, strategy: Any, *, name: str, to_host: bool = False, has_axes: bool = False
+    source: Conversion,
+    strategy: Any,
+    *,
+    name: str,
+    to_host: bool = False,
+    has_axes: bool = False,
+    group: int | None = None,
 ) -> None:
     """Choose the engine and the ZeRO stage for a sharding strategy.
 
@@ -35,22 +44,36 @@ def choose_engine(
         name: Key of the source that asks for it.
         to_host: Shards, gradients and states are offloaded to the host.
         has_axes: Ranks are not data-parallel alone, which `engine=fsdp2` does not do.
+        group: Number of ranks that shard among themselves (HSDP); for a hybrid strategy by default
+            unknown, for others all.
     """
     wanted = str(strategy or "FULL_SHARD").upper()
     stage = STAGES.get(wanted)
     if stage is None:
         source.leave(name, f"there is no sharding {strategy}", "zero_stage=3 or zero_stage=2")
         stage = "3"
-    elif "HYBRID" in wanted or wanted in ("4", "5"):
-        source.leave(name, HYBRID, WITHIN_NODES)
     is_fsdp2 = not has_axes and stage != "0" and _is_supported(source)
     source.set("engine", "fsdp2" if is_fsdp2 else "deepspeed", name)
     source.set("zero_stage", stage, name)
+    if is_fsdp2 and group is not None and group > 1:
+        source.set("zero_stage.shard_group_size", group, name)
+    elif wanted in HYBRID or group is not None:
+        why = UNKNOWN_GROUP if is_fsdp2 else NO_GROUPS
+        source.leave(name, why, "engine=fsdp2 zero_stage.shard_group_size=N")
     if to_host:
         source.set("offload", "cpu-all" if stage == "3" else "cpu")
 
 
-AXES = ("tensor", "pipeline", "sequence", "expert")
+def group_size(shards: Any, copies: int, ranks: int | None) -> int:
+    """Return the ranks of a shard group, if a source names them or the `ranks` of all `copies`
+    groups; 0 if it is not known.
+    """
+    if isinstance(shards, int) and shards > 1:
+        return shards
+    return 0 if ranks is None or ranks % copies else ranks // copies
+
+
+AXES = ("tensor", "pipeline", "sequence", "context", "expert")
 FORMATS = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
 COMPILED = ("compiled", "deepcompile", "liger")

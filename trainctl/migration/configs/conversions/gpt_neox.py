@@ -26,10 +26,9 @@ def model(source: Conversion) -> None:
         source.set("model", "hf")
         reason = f"there is no closed form with {lacking}" if lacking else "the shape is not whole"
         nearest = _as_neox(source) if has_shape else "model=hf model.path=DIR"
-        for name, entry in source.table.keys.items():
-            if entry.convert == "gpt_neox.model" and source.given(name):
-                source.leave(name, reason, nearest)
-                nearest = ""
+        for name in source.keys_of("gpt_neox.model"):
+            source.leave(name, reason, nearest)
+            nearest = ""
         return
     heads, hidden = source.count("num_attention_heads"), source.count("hidden_size")
     shape: dict[str, Any] = {
@@ -43,14 +42,12 @@ def model(source: Conversion) -> None:
         "max_position_embeddings": source.count("max_position_embeddings")
         or source.count("seq_length")
         or 2048,
-        "tie_word_embeddings": source.get("no_weight_tying") is not True,
+        "tie_word_embeddings": not source.is_on("no_weight_tying"),
     }
     if family == "gpt2":
         shape["norm_epsilon"] = source.number("layernorm_epsilon")
         if source.given("activation"):
-            source.leave(
-                "activation", "GPT-2's gelu is the approximation by tanh", "model=hf model.path=DIR"
-            )
+            source.leave("activation")
     else:
         shape["norm_epsilon"] = source.number("rms_norm_epsilon")
         shape["rope_theta"] = float(source.number("rotary_emb_base") or 10000)
@@ -155,9 +152,9 @@ def vocabulary(source: Conversion) -> None:
     """Convert the padded size of the vocabulary, which NeoX finds by the tokenizer."""
     size, why = _vocabulary(source)
     if source.converted.choices.get("model") == "hf":
-        for name in ("padded_vocab_size", "make_vocab_size_divisible_by"):
-            if source.given(name):
-                source.leave(name, "the model's directory says it", why=Why.ignored)
+        source.ignore(
+            "the model's directory says it", "padded_vocab_size", "make_vocab_size_divisible_by"
+        )
     elif size is None:
         missing_vocabulary(source, why)
     else:
@@ -221,9 +218,8 @@ def initial_weights(source: Conversion) -> None:
     """Convert the spread of the first weights, which is one for all matrices here."""
     method, width = source.get("init_method"), source.count("hidden_size")
     if source.converted.choices.get("model") == "hf":
-        for name in ("init_method", "init_method_std", "output_layer_init_method"):
-            if source.given(name):
-                source.leave(name, "the model's code draws its weights", "model.weights=random")
+        for name in source.keys_of("gpt_neox.initial_weights"):
+            source.leave(name, "the model's code draws its weights", "model.weights=random")
         return
     if method == "normal":
         source.set("model.initializer_range", source.number("init_method_std"), "init_method_std")
@@ -232,18 +228,14 @@ def initial_weights(source: Conversion) -> None:
         source.set("model.initializer_range", round(sqrt(2 / (5 * width)), 6), "init_method")
     else:
         source.leave("init_method", f"there is no {method}", "model.initializer_range=0.02")
-    source.leave(
-        "output_layer_init_method",
-        "the matrices that end a block begin like the others",
-        "model.initializer_range=0.02",
-    )
+    source.leave("output_layer_init_method")
 
 
 def parallelism(source: Conversion) -> None:
     """Convert the pipeline, which 0 switches off, and Megatron's sequence parallelism."""
     stages = source.count("pipe_parallel_size") or 1
     source.set("parallelism.pipeline", stages, "pipe_parallel_size")
-    if source.get("sequence_parallel") is True and source.count("model_parallel_size") > 1:
+    if source.is_on("sequence_parallel") and source.count("model_parallel_size") > 1:
         source.set("parallelism.sequence_sharded_norms", True, "sequence_parallel")
 
 
@@ -284,7 +276,7 @@ def optimizer(source: Conversion) -> None:
     if option is None:
         source.leave("optimizer.type", f"there is no optimizer {kind}", "optimizer=adamw")
         option = "adamw"
-    elif option == "adamw" and source.get("use_bnb_optimizer") is True:
+    elif option == "adamw" and source.is_on("use_bnb_optimizer"):
         option = "adamw_8bit"
     source.set("optimizer", option, "optimizer.type")
     if kind.startswith("cpu_"):
@@ -322,11 +314,7 @@ def schedule(source: Conversion) -> None:
             ratio = max(exp(-0.693), ratio)
         source.set("schedule.floor_ratio", round(ratio, 9), "min_lr")
         if style == "linear" and lowest > 0:
-            source.leave(
-                "min_lr",
-                "the line ends at the lowest rate; there it falls to 0, and is cut off",
-                "schedule.floor_ratio=RATIO",
-            )
+            source.leave("min_lr")
     _schedule_end(source)
     if source.given("warmup_iters"):
         source.set("schedule.warmup_steps", source.count("warmup_iters"), "warmup_iters")
@@ -376,56 +364,42 @@ def precision(source: Conversion) -> None:
             source.leave("precision", f"there is no {source.get('precision')}", "precision=bf16")
         else:
             source.set("precision", wanted, "precision")
-    elif source.get("bf16.enabled") is True or source.get("fp16.type") == "bfloat16":
+    elif source.is_on("bf16.enabled") or source.get("fp16.type") == "bfloat16":
         source.set("precision", "bf16", "bf16.enabled")
-    elif source.get("fp16.enabled") is True:
+    elif source.is_on("fp16.enabled"):
         source.set("precision", "fp16", "fp16.enabled")
     else:
         source.set("precision", "fp32")
 
 
-LOSS_SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis")
-
-
 def loss_scale(source: Conversion) -> None:
     """Convert the loss scale, which fp16 alone has."""
-    for key in (*LOSS_SCALE, "min_loss_scale"):
-        name = f"fp16.{key}"
-        if not source.given(name):
-            continue
+    for name in source.keys_of("gpt_neox.loss_scale"):
         if source.converted.choices.get("precision") == "fp16":
-            source.set(f"precision.{key}", source.get(name), name)
+            source.copy(source.table.canonical(name).replace("fp16.", "precision."), name)
         else:
-            source.leave(name, "the format has no loss scale", why=Why.ignored)
+            source.ignore("the format has no loss scale", name)
 
 
 def recomputation(source: Conversion) -> None:
     """Convert the recomputation of blocks."""
     names = ("checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu")
-    if source.get("checkpoint_activations") is not True:
+    if not source.is_on("checkpoint_activations"):
         source.set("activation_checkpointing", "none", "checkpoint_activations")
-        for name in names:
-            if source.given(name):
-                source.leave(name, "nothing is recomputed", why=Why.ignored)
+        source.ignore("nothing is recomputed", *names)
         return
-    mode = "offloaded" if source.get("checkpoint_in_cpu") is True else "full"
+    mode = "offloaded" if source.is_on("checkpoint_in_cpu") else "full"
     source.set("activation_checkpointing", mode, "checkpoint_activations")
-    if source.get("partition_activations") is True:
+    if source.is_on("partition_activations"):
         if source.converted.settings.get("parallelism.sequence_sharded_norms"):
-            source.leave(
-                "partition_activations", "the sequence is divided already", why=Why.ignored
-            )
+            source.ignore("the sequence is divided already", "partition_activations")
         elif source.count("model_parallel_size") > 1:
             key = "activation_checkpointing.partition_across_tensor_ranks"
             source.set(key, True, "partition_activations")
         else:
-            source.leave("partition_activations", "there are no tensor ranks", why=Why.ignored)
+            source.ignore("there are no tensor ranks", "partition_activations")
     if source.count("checkpoint_num_layers") != 1:
-        source.leave(
-            "checkpoint_num_layers",
-            "each block is recomputed from its own input",
-            "activation_checkpointing.every_kth_block=K recomputes the first of every K blocks",
-        )
+        source.leave("checkpoint_num_layers")
 
 
 def data(source: Conversion) -> None:
@@ -449,11 +423,7 @@ def data(source: Conversion) -> None:
     if held_out and not shares:
         source.set("data.held_out_paths", held_out, "valid_data_paths")
     elif held_out:
-        source.leave(
-            "valid_data_paths",
-            "each source holds out a part of its own",
-            "data.sources.NAME.held_out_paths=[FILE.bin]",
-        )
+        source.leave("valid_data_paths")
     else:
         _split(source)
 
@@ -495,9 +465,8 @@ def saving(source: Conversion) -> None:
     """Convert the steps between checkpoints."""
     every = source.count("checkpoint_factor")
     if source.get("checkpoint_scale") != "linear":
-        for name in ("checkpoint_scale", "checkpoint_factor"):
-            if source.given(name):
-                source.leave(name, "intervals are even", "checkpoint.every_steps=N")
+        for name in filter(source.given, ("checkpoint_scale", "checkpoint_factor")):
+            source.leave(name, "intervals are even", "checkpoint.every_steps=N")
     elif every:
         source.set("checkpoint.every_steps", every, "checkpoint_factor")
         source.set("checkpoint.every_minutes", None)
@@ -520,9 +489,8 @@ def tokenizer(source: Conversion) -> None:
         reason, nearest = "vocab_file is not set", "tokenizer=file tokenizer.path=FILE"
     elif kind in GPT2:
         reason, nearest = "a tokenizer is a directory of transformers or a tokenizer.json", OF_GPT2
-    for name in ("tokenizer_type", "vocab_file", "merge_file"):
-        if source.given(name):
-            source.leave(name, reason, nearest)
+    for name in filter(source.given, ("tokenizer_type", "vocab_file", "merge_file")):
+        source.leave(name, reason, nearest)
 
 
 def objective(source: Conversion) -> None:
@@ -540,8 +508,8 @@ def objective(source: Conversion) -> None:
         if kind == "kto":
             source.set(f"objective.{name}", source.number(f"kto_{name}"), f"kto_{name}")
     for name in ("dpo_beta", "kto_beta", "kto_desirable_weight", "kto_undesirable_weight"):
-        if not name.startswith(kind) and source.given(name):
-            source.leave(name, f"train_impl is not {name[:3]}", why=Why.ignored)
+        if not name.startswith(kind):
+            source.ignore(f"train_impl is not {name[:3]}", name)
 
 
 def trackers(source: Conversion) -> None:
@@ -549,16 +517,16 @@ def trackers(source: Conversion) -> None:
     names = []
     if source.given("tensorboard_dir"):
         names.append("tensorboard")
-    if source.get("use_wandb") is True:
+    if source.is_on("use_wandb"):
         names.append("wandb")
     source.set("logging.to", names, "use_wandb" if "wandb" in names else "tensorboard_dir")
-    if source.get("use_comet") is True:
+    if source.is_on("use_comet"):
         source.leave("use_comet", "there is no logger comet", "logging.to=[wandb]")
 
 
 def profile(source: Conversion) -> None:
     """Convert the steps that are profiled."""
-    if source.get("profile") is True:
+    if source.is_on("profile"):
         steps = [source.count(f"profile_step_{part}") for part in ("start", "stop")]
         source.set("logging.profile_steps", steps, "profile")
 
@@ -569,9 +537,9 @@ LAUNCHERS = {"pdsh": "ssh", "openmpi": "mpi", "mvapich": "mpi", "mpich": "mpi", 
 def machines(source: Conversion) -> None:
     """Convert launcher, hosts and devices."""
     launcher = LAUNCHERS.get(str(source.get("launcher")).lower())
-    if source.get("deepspeed_slurm") is True:
+    if source.is_on("deepspeed_slurm"):
         launcher = "slurm"
-    elif source.get("deepspeed_mpi") is True:
+    elif source.is_on("deepspeed_mpi"):
         launcher = "mpi"
     elif launcher is None and source.given("launcher"):
         source.leave("launcher", f"there is no launcher {source.get('launcher')}", "launcher=ssh")
@@ -582,12 +550,8 @@ def machines(source: Conversion) -> None:
     for name, ours in (("num_nodes", "nodes"), ("num_gpus", "devices_per_node")):
         if source.count(name):
             source.set(f"hardware.{ours}", source.count(name), name)
-        elif source.given(name):
-            source.leave(name, "all that there are", why=Why.ignored)
-    _hosts(source, launcher)
-
-
-def _hosts(source: Conversion, launcher: str | None) -> None:
+        else:
+            source.ignore("all that there are", name)
     keys = {
         "hostfile": {"ssh": "launcher.hostfile", "mpi": "launcher.mpi_hostfile"},
         "include": {"ssh": "launcher.include"},
@@ -596,8 +560,8 @@ def _hosts(source: Conversion, launcher: str | None) -> None:
     }
     for name, by_launcher in keys.items():
         key = by_launcher.get(launcher or "")
-        if key and source.given(name):
-            source.set(key, source.get(name), name)
+        if key:
+            source.copy(key, name)
         elif source.given(name):
             nearest = next(iter(by_launcher))
             source.leave(name, f"launcher={launcher or 'local'} has none", f"launcher={nearest}")

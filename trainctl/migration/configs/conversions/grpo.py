@@ -6,15 +6,7 @@ import re
 from typing import Any
 
 from trainctl.migration.configs.import_table import Conversion, is_number
-from trainctl.migration.configs.result import Why
 
-TRL_KEYS = (
-    *("reward_funcs", "reward_weights", "num_generations", "max_completion_length"),
-    *("max_prompt_length", "temperature", "top_p", "top_k", "use_vllm", "vllm_mode"),
-    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
-    *("vllm_importance_sampling_clip_max", "epsilon", "epsilon_high", "scale_rewards"),
-    *("importance_sampling_level", "steps_per_generation", "generation_batch_size"),
-)
 TRL_REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"kind": "exact_answer", "column": "solution"},
     "reasoning_accuracy_reward": {"kind": "exact_answer", "column": "solution"},
@@ -40,9 +32,7 @@ PROMPT_TOKENS = 512
 def trl(source: Conversion) -> None:
     """Convert sampling, rewards and loss; nothing of them holds for another objective."""
     if source.converted.choices.get("objective") != "grpo":
-        for name in TRL_KEYS:
-            if source.given(name):
-                source.leave(name, "answers are not sampled while training", why=Why.ignored)
+        source.ignore("answers are not sampled while training", *source.keys_of("grpo.trl"))
         return
     is_rloo = str(source.get("class")).endswith("RLOOConfig")
     source.set(
@@ -82,19 +72,13 @@ def set_lengths(source: Conversion, prompt: int, answer: int, *names: str) -> No
 def _trl_loss(source: Conversion) -> None:
     scale = str(source.get("scale_rewards") if source.given("scale_rewards") else "group")
     if scale not in TRL_ADVANTAGES:
-        source.leave(
-            "scale_rewards",
-            "the deviation is of a prompt's answers",
-            "objective.advantage=standardized",
-        )
+        source.leave("scale_rewards")
     source.set("objective.advantage", TRL_ADVANTAGES.get(scale, "standardized"), "scale_rewards")
     level = str(source.get("importance_sampling_level") or "token")
     if level in ("token", "sequence"):
         source.set("objective.ratio", level, "importance_sampling_level")
     else:
-        source.leave(
-            "importance_sampling_level", f"there is no ratio {level}", "objective.ratio=sequence"
-        )
+        source.leave("importance_sampling_level")
     (loss,) = source.texts("loss_type") or ["dapo"]
     if loss not in TRL_NORMALIZATIONS:
         source.leave("loss_type", f"there is no loss {loss}", "objective.normalize_by=tokens")
@@ -106,26 +90,20 @@ def _trl_updates(source: Conversion) -> None:
     accumulation = source.count("gradient_accumulation_steps") or 1
     micro_batches = source.count("steps_per_generation")
     if source.given("generation_batch_size"):
-        source.leave(
-            "generation_batch_size", "it depends on the number of devices", "objective.updates=N"
-        )
+        source.leave("generation_batch_size")
     elif micro_batches and micro_batches % accumulation == 0:
         source.set("objective.updates", micro_batches // accumulation, "steps_per_generation")
     elif micro_batches:
-        source.leave(
-            "steps_per_generation", "a rollout is for whole optimizer steps", "objective.updates=1"
-        )
+        source.leave("steps_per_generation")
 
 
 def _trl_server(source: Conversion) -> None:
     cap = source.number("vllm_importance_sampling_clip_max")
     source.set("objective.importance_cap", cap or 3.0, "vllm_importance_sampling_clip_max")
     names = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
-    if source.get("use_vllm") is not True or source.get("vllm_mode") != "server":
+    if not source.is_on("use_vllm") or source.get("vllm_mode") != "server":
         source.set("objective.rollout", "engine")
-        for name in ("use_vllm", "vllm_mode", *names):
-            if source.given(name):
-                source.leave(name, "the training engine samples the answers", why=Why.ignored)
+        source.ignore("the training engine samples the answers", "use_vllm", "vllm_mode", *names)
         return
     host, port = source.get(names[1]) or "localhost", source.get(names[2]) or 8000
     host = "localhost" if host == "0.0.0.0" else host

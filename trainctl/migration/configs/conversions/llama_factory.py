@@ -12,19 +12,8 @@ from trainctl.migration.configs.conversions.datasets import DataPart, choose_dat
 from trainctl.migration.configs.conversions.deepspeed import convert_file
 from trainctl.migration.configs.import_file import read_document
 from trainctl.migration.configs.import_table import Conversion
-from trainctl.migration.configs.result import Why
 
-LORA = (
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target",
-    "additional_target",
-    "use_rslora",
-    "use_dora",
-)
 BASE = ("quantization_bit", "quantization_method", "quantization_type", "double_quantization")
-FROZEN = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
 
 LAST_NORM = r"(?:^|\.)(?:norm|ln_f|final_layernorm)\."
 
@@ -32,25 +21,22 @@ LAST_NORM = r"(?:^|\.)(?:norm|ln_f|final_layernorm)\."
 def method(source: Conversion) -> None:
     """Convert what is trained: an adapter, the last blocks, or all weights."""
     kind = str(source.get("finetuning_type"))
-    used: tuple[str, ...] = ()
     source.set("adapter", "none", "finetuning_type")
     if kind == "lora":
-        used = (*LORA, *BASE)
         _lora(source)
         _base_weights(source)
     elif kind == "freeze":
-        used = FROZEN
         _frozen(source)
     elif kind != "full":
         source.leave("finetuning_type", f"there is no {kind}", "adapter=lora")
-    for name in (*LORA, *BASE, *FROZEN):
-        if name not in used and source.given(name):
-            source.leave(name, f"of another finetuning_type than {kind}", why=Why.ignored)
+    for name in source.keys_of("llama_factory.method", but=["finetuning_type"]):
+        if kind != ("freeze" if name.startswith("freeze_") else "lora"):
+            source.ignore(f"of another finetuning_type than {kind}", name)
 
 
 def _lora(source: Conversion) -> None:
-    option = "dora" if source.get("use_dora") is True else "lora"
-    if source.get("use_rslora") is True:
+    option = "dora" if source.is_on("use_dora") else "lora"
+    if source.is_on("use_rslora"):
         if option == "dora":
             source.leave("use_rslora", "there is no adapter that does both", "adapter=rslora")
         else:
@@ -80,9 +66,7 @@ def _base_weights(source: Conversion) -> None:
     bits, how = source.get("quantization_bit"), str(source.get("quantization_method")).lower()
     weights = "compute"
     if bits is None:
-        for name in BASE:
-            if source.given(name):
-                source.leave(name, "of quantization_bit", why=Why.ignored)
+        source.ignore("of quantization_bit", *BASE)
     elif how not in ("bnb", "bitsandbytes"):
         source.leave("quantization_method", f"a base is not quantised by {how}", NF4)
     elif bits == 8:
@@ -104,18 +88,11 @@ def _frozen(source: Conversion) -> None:
         kept = [f"all_but_last_blocks:{blocks}", "head", LAST_NORM]
         source.set("training.freeze", kept, "freeze_trainable_layers")
     else:
-        source.leave(
-            "freeze_trainable_layers",
-            "the first blocks are frozen, not the last",
-            "training.freeze=[all_but_last_blocks:2]",
-        )
+        source.leave("freeze_trainable_layers")
     if _names(source, "freeze_trainable_modules") != ["all"]:
         source.leave("freeze_trainable_modules", "whole blocks are trained", "training.freeze")
     if source.given("freeze_extra_modules"):
         source.leave("freeze_extra_modules", "expressions name what is frozen", "training.freeze")
-
-
-PAIRS = ("pref_loss", "pref_beta", "simpo_gamma", "dpo_label_smoothing")
 
 
 KTO = {"kto_chosen_weight": "desirable_weight", "kto_rejected_weight": "undesirable_weight"}
@@ -124,19 +101,15 @@ KTO = {"kto_chosen_weight": "desirable_weight", "kto_rejected_weight": "undesira
 def stage(source: Conversion) -> None:
     """Convert the objective: of tokens, of single answers, or of pairs by `pref_loss`."""
     kind, loss = str(source.get("stage")), str(source.get("pref_loss"))
-    used = {"pref_loss", "pref_beta"}
     beta = source.number("pref_beta") or 0.1
     if kind == "kto":
-        used = {"pref_beta", *KTO}
         source.set("objective", "kto", "stage")
         source.set("objective.beta", beta, "pref_beta")
         for name, key in KTO.items():
             source.set(f"objective.{key}", source.number(name), name)
     elif kind == "rm":
-        used = set()
         source.set("objective", "reward", "stage")
     elif kind != "dpo":
-        used = set()
         source.set("objective", "next_token", "stage")
         if kind not in ("sft", "pt"):
             nearest = "objective=grpo" if kind == "ppo" else "objective=dpo"
@@ -145,7 +118,6 @@ def stage(source: Conversion) -> None:
         source.set("objective", "orpo", "stage", "pref_loss")
         source.set("objective.weight", beta, "pref_beta")
     elif loss == "simpo":
-        used.add("simpo_gamma")
         source.set("objective", "simpo", "stage", "pref_loss")
         source.set("objective.beta", beta, "pref_beta")
         gamma = source.number("simpo_gamma") or 0.0
@@ -158,12 +130,10 @@ def stage(source: Conversion) -> None:
         else:
             source.leave("pref_loss", f"there is no loss {loss}", "objective.loss=sigmoid")
         if loss == "sigmoid":
-            used.add("dpo_label_smoothing")
             smoothing = source.number("dpo_label_smoothing") or 0.0
             source.set("objective.label_smoothing", smoothing, "dpo_label_smoothing")
-    for name in (*PAIRS, *KTO):
-        if name not in used and source.given(name):
-            source.leave(name, f"stage={kind} does not use it", why=Why.ignored)
+    unused = source.unused_keys_of("llama_factory.stage", but=["stage"])
+    source.ignore(f"stage={kind} does not use it", *unused)
 
 
 def data(source: Conversion) -> None:
@@ -179,34 +149,23 @@ def data(source: Conversion) -> None:
     for name in ("dataset", "eval_dataset"):
         absent = [each for each in _names(source, name) if not _places(source, info, each)]
         if absent:
-            source.leave(
-                name,
-                "dataset_info.json, which says what files these are, is not here or lacks them",
-                "data.paths=[FILE]" if name == "dataset" else "data.held_out_paths=[FILE]",
-                value=absent,
-            )
+            source.leave(name, value=absent)
     if kind == "chat":
-        learn = "last" if source.get("mask_history") is True else "assistant"
-        part.keys["learn"] = "all" if source.get("train_on_prompt") is True else learn
+        learn = "last" if source.is_on("mask_history") else "assistant"
+        part.keys["learn"] = "all" if source.is_on("train_on_prompt") else learn
         if source.given("enable_thinking"):
             part.keys["template_arguments"] = {"enable_thinking": source.get("enable_thinking")}
-    for name in ("mask_history", "train_on_prompt", "enable_thinking"):
-        if kind != "chat" and source.given(name):
-            source.leave(name, "of conversations", why=Why.ignored)
+    else:
+        source.ignore("of conversations", "mask_history", "train_on_prompt", "enable_thinking")
     choose_data(source, [part], epochs="num_train_epochs")
     source.set("data.on_too_long", "drop" if kind in ("preferences", "answers") else "cut")
     is_packed = source.get("packing")
     is_packed = kind == "files" if is_packed is None else is_packed is True
     if kind == "chat":
-        is_whole = source.get("neat_packing") is True or not is_packed
+        is_whole = source.is_on("neat_packing") or not is_packed
         source.set("data.mask_documents", is_whole, "neat_packing", "packing")
     if kind == "chat" and not is_packed:
-        source.leave(
-            "packing",
-            "samples are always packed, so that a step sees more conversations",
-            "training.micro_batch_size=1",
-            value=False,
-        )
+        source.leave("packing", value=False)
 
 
 def _dataset_info(source: Conversion) -> Mapping[str, Any]:
@@ -232,40 +191,27 @@ def _places(source: Conversion, info: Mapping[str, Any], name: str) -> list[str]
 
 def held_out(source: Conversion) -> None:
     """Convert the share of the data that is held out."""
-    size = source.number("val_size") or 0.0
-    if source.given("eval_dataset"):
-        return
-    if 0 <= size <= 0.5:
-        source.set("data.held_out_fraction", float(size), "val_size")
-        if not size:
-            source.set("training.evaluation_samples", 0)
-    else:
-        source.leave(
-            "val_size",
-            "a share of the data is held out, at most half",
-            "data.held_out_fraction=0.05",
-        )
+    trainer.convert_held_out(source, "val_size", has_files=source.given("eval_dataset"))
 
 
 def optimizer(source: Conversion) -> None:
     """Convert the name of the optimizer."""
-    if source.get("use_muon") is True:
+    if source.is_on("use_muon"):
         source.set("optimizer", "muon", "use_muon")
         source.set("optimizer.matrix_lr", None)
-        if source.given("optim"):
-            source.leave("optim", "use_muon replaces it", why=Why.ignored)
+        source.ignore("use_muon replaces it", "optim")
     else:
         optimizers.choose(source, "optim")
 
 
 def precision(source: Conversion) -> None:
     """Convert the formats; `pure_bf16` has master weights and states of 16 bits too."""
-    is_bf16 = source.get("bf16") is True
-    if source.get("fp8") is True:
+    is_bf16 = source.is_on("bf16")
+    if source.is_on("fp8"):
         source.set("precision", "fp8", "fp8")
-    elif source.get("pure_bf16") is True:
+    elif source.is_on("pure_bf16"):
         trainer.set_pure_bf16(source, "pure_bf16")
-    elif is_bf16 or source.get("fp16") is not True:
+    elif is_bf16 or not source.is_on("fp16"):
         source.set("precision", "bf16" if is_bf16 else "fp32", "bf16")
     elif source.get("finetuning_type") == "lora":
         source.set("precision", "bf16")
@@ -276,7 +222,7 @@ def precision(source: Conversion) -> None:
 
 def recomputation(source: Conversion) -> None:
     """Convert recomputation, which is on unless it is disabled."""
-    is_off = source.get("disable_gradient_checkpointing") is True
+    is_off = source.is_on("disable_gradient_checkpointing")
     names = (
         "disable_gradient_checkpointing",
         "activation_checkpointing",
@@ -288,7 +234,7 @@ def recomputation(source: Conversion) -> None:
 
 def sharding(source: Conversion) -> None:
     """Convert DeepSpeed's JSON; without one, and without FSDP, all states are on every rank."""
-    axes = ("tensor", "pipeline", "sequence", "expert")
+    axes = ("tensor", "pipeline", "sequence", "context", "expert")
     sizes = (source.converted.settings.get(f"parallelism.{axis}") for axis in axes)
     is_megatron = source.given("use_distributed_optimizer") or any(sizes)
     if source.given("deepspeed"):
@@ -340,11 +286,7 @@ def v1_batching(source: Conversion) -> None:
     strategy = str(source.get("batching_strategy"))
     source.set("data.mask_documents", True, "batching_strategy")
     if "padding_free" not in strategy:
-        source.leave(
-            "batching_strategy",
-            "samples are always packed, so that a step sees more conversations",
-            "training.micro_batch_size=1",
-        )
+        source.leave("batching_strategy")
     total = source.number("global_batch_size")
     if total and total >= 1:
         source.set("training.global_batch_size", int(total), "global_batch_size")
@@ -387,9 +329,7 @@ def v1_method(source: Conversion) -> None:
     part, kind = "peft_config.", source.get("peft_config.name")
     source.set("adapter", "none")
     if kind == "lora":
-        is_dora, is_rslora = (
-            source.get(f"{part}use_{each}") is True for each in ("dora", "rslora")
-        )
+        is_dora, is_rslora = (source.is_on(f"{part}use_{each}") for each in ("dora", "rslora"))
         option = "dora" if is_dora else "rslora" if is_rslora else "lora"
         source.set("adapter", option, f"{part}name")
         source.set("adapter.rank", int(source.number(f"{part}r") or 8), f"{part}r")
@@ -429,7 +369,7 @@ def v1_sharding(source: Conversion) -> None:
     elif kind in ("fsdp2", "fsdpturbo"):
         is_kept = source.get(f"{part}reshard_after_forward") is False
         source.set("zero_stage", "2" if is_kept else "3", f"{part}name")
-        if source.get(f"{part}offload_params") is True:
+        if source.is_on(f"{part}offload_params"):
             source.set("offload", "cpu" if is_kept else "cpu-all", f"{part}offload_params")
     else:
         source.set("zero_stage", trainer.least_stage(source), f"{part}name")

@@ -52,11 +52,7 @@ def objective(source: Conversion) -> None:
     program = str(source.get("openrlhf") or "")
     kind = OBJECTIVES.get(program)
     if kind is None and program:
-        source.leave(
-            "openrlhf",
-            f"there is no import of {program}",
-            "--from openrlhf, of sft, dpo, rm or ppo_ray",
-        )
+        source.leave("openrlhf")
     if kind is None:
         is_sampled = source.given("rollout.batch_size") or source.name_of("data.dataset") in (
             "data.prompt_dataset",
@@ -78,7 +74,7 @@ def objective(source: Conversion) -> None:
     if kind != "dpo":
         _ignore(source, kind, "model.ipo_enable", "model.label_smoothing")
         return
-    is_ipo = source.get("model.ipo_enable") is True
+    is_ipo = source.is_on("model.ipo_enable")
     source.set("objective.loss", "ipo" if is_ipo else "sigmoid", "model.ipo_enable")
     if source.number("model.label_smoothing"):
         source.set(
@@ -89,18 +85,15 @@ def objective(source: Conversion) -> None:
 
 
 def _ignore(source: Conversion, kind: str, *names: str) -> None:
-    for name in names:
-        if source.given(name):
-            source.leave(name, f"objective={kind} has none", why=Why.ignored)
+    source.ignore(f"objective={kind} has none", *names)
 
 
 def adapter(source: Conversion) -> None:
     """Convert the adapter with the format of the frozen base."""
-    names = ("alpha", "dropout", "target_modules")
     rank = source.count("ds.lora.rank")
     source.set("adapter", "lora" if rank else "none", "ds.lora.rank")
     if not rank:
-        _ignore(source, _kind(source), "ds.load_in_4bit", *(f"ds.lora.{name}" for name in names))
+        _ignore(source, _kind(source), *source.keys_of("openrlhf.adapter", but=["ds.lora.rank"]))
         return
     targets = source.texts("ds.lora.target_modules")
     source.set("adapter.rank", rank, "ds.lora.rank")
@@ -109,7 +102,7 @@ def adapter(source: Conversion) -> None:
     source.set(
         "adapter.targets", [] if targets == ["all-linear"] else targets, "ds.lora.target_modules"
     )
-    weights = "nf4" if source.get("ds.load_in_4bit") is True else "compute"
+    weights = "nf4" if source.is_on("ds.load_in_4bit") else "compute"
     source.set("adapter.base_weights", weights, "ds.load_in_4bit")
 
 
@@ -123,26 +116,23 @@ def data(source: Conversion) -> None:
         its_split = str(source.get("eval.split") or "test")
         places = [_place(source, each, its_split) for each in held_out]
         source.set("data.held_out_paths", places, "eval.dataset", "eval.split")
-    elif source.given("eval.split"):
-        source.leave("eval.split", "of eval.dataset", why=Why.ignored)
+    else:
+        source.ignore("of eval.dataset", "eval.split")
     usual = {"next_token": ("messages", "prompt"), "grpo": ()}.get(kind, ("prompt",))
     name = "data.input_key" if kind in ("next_token", "grpo") else "data.prompt_key"
     if kind == "grpo":
         source.set("data.prompt_key", str(source.get(name) or "input"), name)
         source.set(
             "data.as_message",
-            source.get("data.apply_chat_template") is True,
+            source.is_on("data.apply_chat_template"),
             "data.apply_chat_template",
         )
     elif source.given(name) and source.get(name) not in usual:
         source.leave(name, f"the key of a record is {' or '.join(usual)}", "write the records anew")
     _ignore(source, kind, *({"data.input_key", "data.prompt_key"} - {name}))
-    if kind != "grpo" and source.given("data.apply_chat_template"):
-        source.leave(
-            "data.apply_chat_template",
-            "messages are rendered by the chat template",
-            why=Why.ignored,
-        )
+    if kind != "grpo":
+        reason = "messages are rendered by the chat template"
+        source.ignore(reason, "data.apply_chat_template")
 
 
 def _place(source: Conversion, name: str, split: str) -> str:
@@ -197,9 +187,7 @@ def schedule(source: Conversion) -> None:
     """Convert the schedule and its lowest rate."""
     kind = str(source.get("lr_scheduler"))
     if kind not in SCHEDULES:
-        source.leave(
-            "lr_scheduler", f"there is no schedule {kind}", "schedule=cosine, or another one"
-        )
+        source.leave("lr_scheduler")
     option, keys = SCHEDULES.get(kind, ("cosine", {}))
     source.set("schedule", option, "lr_scheduler")
     for key, value in keys.items():
@@ -210,27 +198,14 @@ def schedule(source: Conversion) -> None:
         _ignore(source, _kind(source), "min_lr_ratio")
 
 
-SAMPLING = (
-    *("rollout.batch_size", "rollout.n_samples_per_prompt", "rollout.temperature"),
-    *("rollout.top_p", "algo.advantage.estimator", "algo.advantage.no_std_norm"),
-    *("algo.advantage.is_correction_threshold", "algo.kl.init_coef", "algo.kl.use_loss"),
-    *("algo.dynamic_filtering_enable", "actor.eps_clip", "actor.eps_clip_low_high"),
-    "actor.policy_loss_type",
-)
-
-
 def sampling(source: Conversion) -> None:
     """Convert how answers are sampled and learned from."""
     if _kind(source) != "grpo":
-        _ignore(source, _kind(source), *SAMPLING)
+        _ignore(source, _kind(source), *source.keys_of("openrlhf.sampling"))
         return
     samples = source.count("rollout.n_samples_per_prompt")
     if samples < 2:
-        source.leave(
-            "rollout.n_samples_per_prompt",
-            "answers to a prompt are compared",
-            "objective.samples=8",
-        )
+        source.leave("rollout.n_samples_per_prompt")
         samples = 8
     source.set("objective.samples", samples, "rollout.n_samples_per_prompt")
     for name in ("temperature", "top_p"):
@@ -257,7 +232,7 @@ def sampling(source: Conversion) -> None:
     values = threshold if isinstance(threshold, list) else [threshold]
     if is_number(values[-1]):
         source.set("objective.importance_cap", values[-1], "algo.advantage.is_correction_threshold")
-    if source.get("algo.dynamic_filtering_enable") is True:
+    if source.is_on("algo.dynamic_filtering_enable"):
         source.set("objective.dynamic_sampling", DYNAMIC_ROUNDS, "algo.dynamic_filtering_enable")
 
 
@@ -266,12 +241,8 @@ def _advantage(source: Conversion) -> None:
     estimator = str(source.get("algo.advantage.estimator"))
     found = ADVANTAGES.get(estimator, "standardized")
     if estimator not in ADVANTAGES:
-        source.leave(
-            "algo.advantage.estimator",
-            f"there is no {estimator}: no critic is trained",
-            "objective.advantage=standardized",
-        )
-    if source.get("algo.advantage.no_std_norm") is True and found == "standardized":
+        source.leave("algo.advantage.estimator")
+    if source.is_on("algo.advantage.no_std_norm") and found == "standardized":
         found = "centered"
     source.set(
         "objective.advantage", found, "algo.advantage.estimator", "algo.advantage.no_std_norm"
@@ -279,7 +250,7 @@ def _advantage(source: Conversion) -> None:
     by = "length" if estimator == "dr_grpo" else "tokens"
     source.set("objective.normalize_by", by, "algo.advantage.estimator")
     weight = source.number("algo.kl.init_coef") or 0.0
-    if source.get("algo.kl.use_loss") is True:
+    if source.is_on("algo.kl.use_loss"):
         source.set("objective.kl_weight", weight, "algo.kl.init_coef", "algo.kl.use_loss")
     elif weight:
         source.leave(
@@ -340,8 +311,8 @@ def saving(source: Conversion) -> None:
         steps = source.number(name) or -1
         if steps >= 1:
             source.set(ours, int(steps), name)
-        elif source.given(name):
-            source.leave(name, "it is off", why=Why.ignored)
+        else:
+            source.ignore("it is off", name)
 
 
 def trackers(source: Conversion) -> None:
@@ -353,7 +324,7 @@ def trackers(source: Conversion) -> None:
     keys = {"project": "project", "org": "entity", "group": "group"}
     for theirs, ours in keys.items():
         name = f"logger.wandb.{theirs}"
-        if "wandb" in used and source.given(name):
-            source.set(f"logging.wandb.{ours}", source.get(name), name)
+        if "wandb" in used:
+            source.copy(f"logging.wandb.{ours}", name)
         else:
             _ignore(source, _kind(source), name)

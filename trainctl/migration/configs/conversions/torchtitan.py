@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainctl.migration.configs.conversions.fsdp import choose_engine
+from trainctl.migration.configs.conversions.fsdp import choose_engine, group_size
 from trainctl.migration.configs.conversions.model_shape import set_shape
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
@@ -93,17 +93,12 @@ def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
 def _rope_scaling(source: Conversion, model: Mapping[str, Any]) -> None:
     rope = model["layers"][0]["attention"].get("rope") or {}
     if rope.get("scaling") not in (None, "none"):
-        source.leave(
-            "model_spec.model",
-            f"the closed form has no scaling of positions ({rope['scaling']})",
-            "model=hf model.path=DIR",
-            value=rope["scaling"],
-        )
+        source.leave("model_spec.model", value=rope["scaling"])
 
 
 def tokenizer(source: Conversion) -> None:
     """Convert the directory of tokenizer and weights."""
-    is_loaded = source.get("checkpoint.initial_load_in_hf") is True
+    is_loaded = source.is_on("checkpoint.initial_load_in_hf")
     directory = source.get(ASSETS)
     if source.converted.choices.get("model") == "hf":
         source.set("model.weights", "pretrained" if is_loaded else "random")
@@ -179,14 +174,9 @@ def optimizer(source: Conversion) -> None:
         return
     name = str(source.get("optimizer.name"))
     _set_optimizer(source, "optimizer.name", name)
-    for key, ours in (
-        ("lr", "lr"),
-        ("beta1", "beta1"),
-        ("beta2", "beta2"),
-        ("eps", "epsilon"),
-        ("weight_decay", "weight_decay"),
-    ):
-        source.set(f"optimizer.{ours}", source.number(f"optimizer.{key}"), f"optimizer.{key}")
+    for ours in ("lr", "beta1", "beta2", "epsilon", "weight_decay"):
+        key = "optimizer.eps" if ours == "epsilon" else f"optimizer.{ours}"
+        source.set(f"optimizer.{ours}", source.number(key), key)
     source.set("optimizer.decay_embeddings", True)
 
 
@@ -208,12 +198,7 @@ def _optimizer_groups(source: Conversion, groups: list[Mapping[str, Any]]) -> No
     for ours, value in zip(("beta1", "beta2"), values.get("betas") or (), strict=False):
         source.set(f"optimizer.{ours}", float(value), key)
     if len(groups) > 1:
-        source.leave(
-            key,
-            "parameters have torchtitan's names there",
-            "optimizer.groups, with the names of transformers, or optimizer=muon",
-            value=[each.get("pattern") for each in groups[:-1]],
-        )
+        source.leave(key, value=[each.get("pattern") for each in groups[:-1]])
 
 
 SHAPES = {"linear": "linear", "cosine": "cosine", "sqrt": "one_minus_sqrt"}
@@ -232,7 +217,8 @@ def schedule(source: Conversion) -> None:
     else:
         source.set("schedule", "wsd", "lr_scheduler.decay_ratio")
         source.set("schedule.decay_shape", SHAPES.get(kind, "linear"), "lr_scheduler.decay_type")
-        share = 1.0 - _warmup_share(source) if part is None else float(part)
+        warmup = source.count("lr_scheduler.warmup_steps") / source.count("training.steps")
+        share = 1.0 - warmup if part is None else float(part)
         source.set("schedule.decay_fraction", round(share, 6), "lr_scheduler.decay_ratio")
     if part != 0:
         source.set("schedule.floor_ratio", lowest, "lr_scheduler.min_lr_factor")
@@ -241,15 +227,7 @@ def schedule(source: Conversion) -> None:
         source.set("schedule.warmup_steps", max(0, int(steps)), "lr_scheduler.warmup_steps")
     end = source.get("lr_scheduler.total_steps")
     if end is not None and end != source.get("training.steps"):
-        source.leave(
-            "lr_scheduler.total_steps",
-            "the schedule ends with the run",
-            "training.steps=N with training.stop_after_steps=M",
-        )
-
-
-def _warmup_share(source: Conversion) -> float:
-    return source.count("lr_scheduler.warmup_steps") / source.count("training.steps")
+        source.leave("lr_scheduler.total_steps")
 
 
 FLOAT8 = (
@@ -274,7 +252,7 @@ def precision(source: Conversion) -> None:
     elif is_float8:
         source.set("precision", "fp8", name)
         for name in EMULATED:
-            if source.get(name) is True:
+            if source.is_on(name):
                 source.set("precision.emulate_fp8", True, name)
     elif weights == "bfloat16":
         source.set("precision", "bf16-low-memory", "training.dtype")
@@ -289,7 +267,7 @@ def precision(source: Conversion) -> None:
 
 def compiler(source: Conversion) -> None:
     """Convert the compilation of blocks."""
-    if source.get("compile.enable") is not True:
+    if not source.is_on("compile.enable"):
         return
     if source.count("parallelism.tensor_parallel_degree") > 1:
         source.leave("compile.enable", "blocks of tensor ranks are not compiled", "kernels=default")
@@ -311,11 +289,7 @@ def recomputation(source: Conversion) -> None:
         mode = "selective" if source.given(name) else mode
     if source.given(f"{RECOMPUTATION}.memory_budget") and mode in ("full", "memory_budget"):
         mode = "selective"
-        source.leave(
-            f"{RECOMPUTATION}.memory_budget",
-            "a compiler's choice has no counterpart",
-            "activation_checkpointing=selective",
-        )
+        source.leave(f"{RECOMPUTATION}.memory_budget")
     if mode == "selective" and option.isdigit() and int(option) > 0:
         source.set("activation_checkpointing", "full", name)
         key = "activation_checkpointing.every_kth_block"
@@ -326,13 +300,21 @@ def recomputation(source: Conversion) -> None:
         source.leave(name, f"there is no {mode}", "activation_checkpointing=selective")
 
 
+EXPERT = "parallelism.expert_parallel_degree"
+
+
 def axes(source: Conversion) -> None:
     """Convert tensor and pipeline ranks; with tensor ranks, norms are sharded over the sequence."""
     tensor = source.count("parallelism.tensor_parallel_degree")
     pipeline = source.count("parallelism.pipeline_parallel_degree")
     source.set("parallelism.tensor", tensor, "parallelism.tensor_parallel_degree")
     source.set("parallelism.pipeline", pipeline, "parallelism.pipeline_parallel_degree")
-    if tensor > 1 and source.get("parallelism.enable_sequence_parallel") is True:
+    # There the expert ranks contain the tensor ranks.
+    expert, rest = divmod(source.count(EXPERT), tensor)
+    source.set("parallelism.expert", max(1, expert), EXPERT)
+    if expert and rest:
+        source.leave(EXPERT, "tensor ranks divide it", f"parallelism.expert={expert}")
+    if tensor > 1 and source.is_on("parallelism.enable_sequence_parallel"):
         name = "parallelism.enable_sequence_parallel"
         source.set("parallelism.sequence_sharded_norms", True, name)
 
@@ -343,16 +325,19 @@ RESHARD = "parallelism.fsdp_reshard_after_forward"
 
 
 def sharding(source: Conversion) -> None:
-    """Convert FSDP2: shards over all data-parallel ranks, or copies."""
+    """Convert FSDP2: shards over all data-parallel ranks, or in groups, or copies."""
     shards, copies = source.get(SHARD), source.count(COPIES)
     pipeline = source.count("parallelism.pipeline_parallel_degree")
     strategy = "SHARD_GRAD_OP" if source.get(RESHARD) == "never" else "FULL_SHARD"
     if shards in (0, 1) or source.get("training.data_parallel_type") == "ddp":
         strategy = "NO_SHARD"
-    elif copies > 1:
-        strategy = "HYBRID_SHARD"
+    is_hybrid = copies > 1 and strategy != "NO_SHARD"
     choose_engine(
-        source, strategy, name=SHARD, to_host=source.get("training.enable_cpu_offload") is True
+        source,
+        strategy,
+        name=SHARD if source.given(SHARD) or not is_hybrid else COPIES,
+        to_host=source.is_on("training.enable_cpu_offload"),
+        group=group_size(shards, copies, source.world_size) if is_hybrid else None,
     )
     if pipeline > 1 and source.converted.choices["zero_stage"] in ("2", "3"):
         source.set("zero_stage", "1", SHARD)
@@ -395,45 +380,32 @@ def _dataset(section: Any) -> Any:
 
 def evaluation(source: Conversion) -> None:
     """Convert the held-out evaluation."""
-    names = ("validation.freq", "validation.steps", "validation.dataset", "validation.dataset_path")
-    is_on = source.get("validation.enable") is True
-    validator = [each for each in source.leaves if each.startswith("validator.dataloader.")]
-    if not is_on:
+    if not source.is_on("validation.enable"):
         source.set("training.evaluation_samples", 0, "validation.enable")
         source.set("data.held_out_fraction", 0.0)
-        for name in names:
-            if source.given(name):
-                source.leave(name, "evaluation is off", why=Why.ignored)
-        for each in validator:
-            source.leave(each, "evaluation is off", why=Why.ignored)
+        keys = source.keys_of("torchtitan.evaluation", but=["validation.enable"])
+        source.ignore("evaluation is off", *keys)
         return
-    source.set("training.evaluate_every_steps", source.count(names[0]), names[0])
+    every = source.count("validation.freq")
+    source.set("training.evaluate_every_steps", every, "validation.freq")
     dataset = source.get("validation.dataset")
     dumped = source.document.get("validator")
     found = dataset or _dataset((dumped or {}).get("dataloader"))
     if found in ("c4_validation", "allenai/c4"):
         source.set("data.held_out_paths", [C4.format("validation")], "validation.dataset")
     elif dataset is not None:
-        source.leave(
-            "validation.dataset", "its files are not known here", "data.held_out_paths=[FILE.jsonl]"
-        )
-    source.leave(
-        "validation.steps",
-        "evaluations are counted in samples: the steps times the global batch",
-        "training.evaluation_samples=N",
-    )
+        source.leave("validation.dataset")
+    source.leave("validation.steps")
 
 
 def saving(source: Conversion) -> None:
     """Convert the checkpoints; without `checkpoint.enable` there are none."""
-    names = ("interval", "interval_type", "keep_latest_k", "async_mode")
     source.set("checkpoint.every_minutes", None)
-    if source.get("checkpoint.enable") is not True:
+    if not source.is_on("checkpoint.enable"):
         source.set("checkpoint.every_steps", None)
         source.set("checkpoint.at_end", False, "checkpoint.enable")
-        for name in names:
-            if source.given(f"checkpoint.{name}"):
-                source.leave(f"checkpoint.{name}", "checkpoints are off", why=Why.ignored)
+        keys = source.keys_of("torchtitan.saving", but=["checkpoint.enable"])
+        source.ignore("checkpoints are off", *keys)
         return
     source.set("checkpoint.at_end", True, "checkpoint.enable")
     interval = source.count("checkpoint.interval")
@@ -452,9 +424,7 @@ def saving(source: Conversion) -> None:
 
 def trackers(source: Conversion) -> None:
     """Convert the loggers that are switched on."""
-    names = [
-        name for name in ("tensorboard", "wandb") if source.get(f"metrics.enable_{name}") is True
-    ]
+    names = [name for name in ("tensorboard", "wandb") if source.is_on(f"metrics.enable_{name}")]
     source.set(
         "logging.to",
         names,

@@ -19,8 +19,7 @@ def convert_length(source: Conversion, name: str) -> None:
     steps, epochs = source.number("max_steps"), source.number(name)
     if steps and steps > 0:
         source.set("training.steps", int(steps), "max_steps")
-        if source.given(name):
-            source.leave(name, "max_steps replaces it", why=Why.ignored)
+        source.ignore("max_steps replaces it", name)
     elif epochs and epochs > 0:
         source.set("training.epochs", float(epochs), name)
 
@@ -31,9 +30,9 @@ def precision(source: Conversion) -> None:
     DeepSpeed's own formats keep weights in 16 bits beside fp32 master weights, which is what the
     Trainer does with a DeepSpeed JSON.
     """
-    if source.get("bf16") is True:
+    if source.is_on("bf16"):
         source.set("precision", "bf16", "bf16")
-    elif source.get("fp16") is True:
+    elif source.is_on("fp16"):
         source.set("precision", "fp16", "fp16")
     else:
         source.set("precision", "fp32")
@@ -60,6 +59,21 @@ def least_stage(source: Conversion) -> str:
     needs = source.converted.choices.get("precision") in ("fp16", "bf16-low-memory")
     experts = source.converted.settings.get("parallelism.expert", 1)
     return "1" if needs or experts != 1 else "0"
+
+
+def with_experts(source: Conversion, targets: list[str]) -> list[str]:
+    """Return the targets of an adapter with the stacked experts that PEFT names apart.
+
+    Without targets, which are then all linear layers, the experts are left.
+    """
+    experts = source.texts("lora_target_parameters")
+    if experts and not targets:
+        source.leave(
+            "lora_target_parameters",
+            "experts are named beside the linear layers",
+            "adapter.targets=[q_proj,experts.down_proj]",
+        )
+    return targets + experts if targets else []
 
 
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -211,8 +225,7 @@ def convert_saving(source: Conversion, strategy: str) -> None:
                 "save_steps", "a fraction of the run has no key", "checkpoint.every_steps=N"
             )
         return
-    if source.given("save_steps"):
-        source.leave("save_steps", f"save_strategy={strategy} replaces it", why=Why.ignored)
+    source.ignore(f"save_strategy={strategy} replaces it", "save_steps")
     if strategy in ("no", "False"):
         source.set("checkpoint.at_end", False)
     elif strategy == "best":
@@ -245,8 +258,7 @@ def convert_evaluation(source: Conversion, strategy: str) -> None:
                 "training.evaluate_every_steps=N",
             )
         return
-    if source.given("eval_steps"):
-        source.leave("eval_steps", f"eval_strategy={strategy} replaces it", why=Why.ignored)
+    source.ignore(f"eval_strategy={strategy} replaces it", "eval_steps")
     if strategy in ("no", "False"):
         source.set("training.evaluation_samples", 0)
     elif strategy != "end":
@@ -256,6 +268,19 @@ def convert_evaluation(source: Conversion, strategy: str) -> None:
             "training.evaluate_every_steps=N",
             value=strategy,
         )
+
+
+def convert_held_out(source: Conversion, name: str, *, has_files: bool) -> None:
+    """Convert the share of the data that is held out, unless files of its own are."""
+    share = source.number(name) or 0.0
+    if has_files:
+        return
+    if not 0 <= share <= 0.5:
+        source.leave(name)
+        return
+    source.set("data.held_out_fraction", float(share), name)
+    if not share:
+        source.set("training.evaluation_samples", 0)
 
 
 ALSO_TRAINED = {"embed_tokens": "embeddings", "wte": "embeddings", "lm_head": "head"}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from trainctl.migration.configs.conversions import optimizers
 from trainctl.migration.configs.conversions.deepspeed import convert_file
-from trainctl.migration.configs.conversions.fsdp import choose_engine
+from trainctl.migration.configs.conversions.fsdp import choose_engine, group_size
 from trainctl.migration.configs.import_table import Conversion
-from trainctl.migration.configs.result import Why
 
 
 def optimizer(source: Conversion) -> None:
     """Convert `optim`; before 4.20 a switch chose Adafactor."""
-    if source.get("adafactor") is True:
+    if source.is_on("adafactor"):
         source.leave("adafactor", optimizers.WHY_NOT["adafactor"], "optimizer=adafactor")
         source.set("optimizer", "adamw")
     elif source.table.keys["optim"].convert == "training_arguments.optimizer":
@@ -21,7 +20,7 @@ def optimizer(source: Conversion) -> None:
 def recomputation(source: Conversion) -> None:
     """Convert the recomputation of blocks, by the model or by FSDP."""
     names = ("activation_checkpointing", "fsdp_config.activation_checkpointing")
-    asked = [name for name in names if source.get(name) is True]
+    asked = [name for name in names if source.is_on(name)]
     if asked or "activation_checkpointing" not in source.converted.choices:
         source.set("activation_checkpointing", "full" if asked else "none", *(asked or names))
 
@@ -39,19 +38,24 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid
 def sharding(source: Conversion) -> None:
     """Convert `fsdp`, a switch or words such as `full_shard auto_wrap offload`."""
     words = {word for text in source.texts("fsdp") for word in text.lower().split()}
-    section = "fsdp_config"
-    names = (f"{section}.reshard_after_forward", f"{section}.offload_params")
+    section, sizes = "fsdp_config", "parallelism_config"
+    names = (
+        f"{section}.reshard_after_forward",
+        f"{section}.offload_params",
+        f"{sizes}.dp_replicate_size",
+        f"{sizes}.dp_shard_size",
+    )
     if not words - {"false", "none"} or source.given("deepspeed"):
-        for name in ("fsdp", *names):
-            if source.given(name):
-                source.leave(name, "FSDP is not used", why=Why.ignored)
+        source.ignore("FSDP is not used", "fsdp", *names)
         return
     reshard = source.get(names[0])
     strategy = next((word for word in STRATEGIES if word in words), None)
     if strategy is None and reshard in (False, "shard_grad_op"):
         strategy = "shard_grad_op"
-    to_host = "offload" in words or source.get(names[1]) is True
-    choose_engine(source, strategy, name="fsdp", to_host=to_host)
+    to_host = "offload" in words or source.is_on(names[1])
+    copies = source.count(names[2])
+    group = group_size(source.get(names[3]), copies, source.world_size) if copies > 1 else None
+    choose_engine(source, strategy, name="fsdp", to_host=to_host, group=group)
     if isinstance(source.get(section), str):
         source.leave(section, "it is a file of its own", "its keys in this file")
 
@@ -67,10 +71,8 @@ def kept(source: Conversion) -> None:
 def best(source: Conversion) -> None:
     """Convert the checkpoint that is kept for its held-out loss."""
     metric = "metric_for_best_model"
-    if source.get("load_best_model_at_end") is not True:
-        for name in (metric, "greater_is_better"):
-            if source.given(name):
-                source.leave(name, "load_best_model_at_end is off", why=Why.ignored)
+    if not source.is_on("load_best_model_at_end"):
+        source.ignore("load_best_model_at_end is off", metric, "greater_is_better")
     elif source.get(metric) in (None, "loss", "eval_loss"):
         source.set("checkpoint.best_of", "loss", "load_best_model_at_end")
     else:
@@ -92,13 +94,13 @@ def project(source: Conversion) -> None:
     """Convert the project of trackio, which has a value for every tracker there."""
     if "trackio" in (source.converted.settings.get("logging.to") or []):
         source.set("logging.trackio.project", source.get("project"), "project")
-    elif source.given("project"):
-        source.leave("project", "trackio alone has it", why=Why.ignored)
+    else:
+        source.ignore("trackio alone has it", "project")
 
 
 def devices(source: Conversion) -> None:
     """Convert the switch to the CPU; without it, devices are those that there are."""
-    if source.get("use_cpu") is True:
+    if source.is_on("use_cpu"):
         source.set("hardware", "cpu", "use_cpu")
-    elif source.given("use_cpu"):
-        source.leave("use_cpu", "devices are those that there are", why=Why.ignored)
+    else:
+        source.ignore("devices are those that there are", "use_cpu")

@@ -25,54 +25,26 @@ def precision(source: Conversion) -> None:
         source.set("precision", "fp32", "bf16")
     is_low = source.converted.choices["precision"] == "bf16" and weights == "bfloat16"
     if is_low and not any(source.get(name) for name in ("deepspeed", "fsdp", "use_peft")):
-        source.leave(
-            "dtype",
-            "master weights and states are in fp32 here; there they are in bf16 without a sharding",
-            "precision=bf16-low-memory",
-        )
-
-
-def attention(source: Conversion) -> None:
-    """Convert the attention kernel."""
-    wanted = source.get("attn_implementation")
-    if wanted in ("sdpa", "eager", "flash_attention_2"):
-        source.set("model.attention", wanted, "attn_implementation")
-    elif wanted is not None:
-        nearest = "model.attention=flash_attention_2"
-        source.leave("attn_implementation", f"there is no kernel {wanted}", nearest)
+        source.leave("dtype")
 
 
 def offloading(source: Conversion) -> None:
     """Convert activations in host memory, which are the inputs of recomputed blocks here."""
-    if source.get("activation_offloading") is True:
+    if source.is_on("activation_offloading"):
         source.set("activation_checkpointing", "offloaded", "activation_offloading")
 
 
-ADAPTER = (
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_modules_to_save",
-    "use_rslora",
-    "use_dora",
-    "load_in_8bit",
-    "load_in_4bit",
-    "bnb_4bit_quant_type",
-    "use_bnb_nested_quant",
-)
+TARGETS = ("lora_target_modules", "lora_target_parameters")
 ALSO_TRAINED = {"embed_tokens": "embeddings", "lm_head": "head"}
 
 
 def adapter(source: Conversion) -> None:
     """Convert the adapter with the format of the frozen base."""
-    if source.get("use_peft") is not True:
+    if not source.is_on("use_peft"):
         source.set("adapter", "none", "use_peft")
-        for name in ADAPTER:
-            if source.given(name):
-                source.leave(name, "use_peft is off", why=Why.ignored)
+        source.ignore("use_peft is off", *source.keys_of("trl.adapter", but=["use_peft"]))
         return
-    switches = [name for name in ("use_dora", "use_rslora") if source.get(name) is True]
+    switches = [name for name in ("use_dora", "use_rslora") if source.is_on(name)]
     source.set("adapter", switches[0].removeprefix("use_") if switches else "lora", "use_peft")
     if len(switches) > 1:
         source.leave("use_rslora", "no adapter does both", "adapter=rslora")
@@ -83,12 +55,8 @@ def adapter(source: Conversion) -> None:
     if targets == ["all-linear"]:
         targets = []
     elif not targets:
-        source.leave(
-            "lora_target_modules",
-            "PEFT chooses the layers by the architecture; here they are all of the blocks",
-            "adapter.targets=[q_proj,v_proj]",
-        )
-    source.set("adapter.targets", targets, "lora_target_modules")
+        source.leave("lora_target_modules")
+    source.set("adapter.targets", trainer.with_experts(source, targets), *TARGETS)
     also = [ALSO_TRAINED.get(name, name) for name in source.texts("lora_modules_to_save")]
     source.set("adapter.also_train", also, "lora_modules_to_save")
     _base_weights(source)
@@ -96,9 +64,9 @@ def adapter(source: Conversion) -> None:
 
 def _base_weights(source: Conversion) -> None:
     names = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
-    weights = "int8" if source.get("load_in_8bit") is True else "compute"
-    if source.get("load_in_4bit") is True:
-        weights = "nf4_double" if source.get("use_bnb_nested_quant") is True else "nf4"
+    weights = "int8" if source.is_on("load_in_8bit") else "compute"
+    if source.is_on("load_in_4bit"):
+        weights = "nf4_double" if source.is_on("use_bnb_nested_quant") else "nf4"
         if source.get("bnb_4bit_quant_type") != "nf4":
             source.leave("bnb_4bit_quant_type", "4 bits are NF4", "adapter.base_weights=nf4")
     source.set("adapter.base_weights", weights, *names)
@@ -135,12 +103,7 @@ def data(source: Conversion) -> None:
         source.set("data.held_out_paths", held_out, "dataset_name")
     if source.given("dataset_text_field"):
         is_same = source.get("dataset_text_field") in ("text", "messages")
-        source.leave(
-            "dataset_text_field",
-            "conversations are read; plain text has another kind of data",
-            "data=parquet, with data.text_key=NAME",
-            Why.ignored if is_same else Why.left,
-        )
+        source.leave("dataset_text_field", why=Why.ignored if is_same else Why.left)
 
 
 Part = tuple[str, str, str, float]
@@ -157,12 +120,7 @@ def _parts(source: Conversion, split: str) -> list[Part]:
         if is_number(size) and 0 < size < 1:
             source.set("data.held_out_fraction", size, "dataset_mixture")
         elif size is not None:
-            source.leave(
-                "dataset_mixture",
-                "what is held out is a fraction, not a number of samples",
-                "data.held_out_fraction=0.01",
-                value={"test_split_size": size},
-            )
+            source.leave("dataset_mixture", value={"test_split_size": size})
         return [_part(each) for each in entries or [] if isinstance(each, Mapping)]
     if isinstance(shares, Mapping):
         return [(str(name), configuration, split, share) for name, share in shares.items()]
@@ -206,11 +164,7 @@ def length(source: Conversion) -> None:
     trainer.length(source)
     settings = source.converted.settings
     if "data.sources" in settings and settings.pop("training.epochs", None) is not None:
-        source.leave(
-            "num_train_epochs",
-            "each source of a mixture has its passes; the run needs its own length",
-            "training.tokens=1B",
-        )
+        source.leave("num_train_epochs")
 
 
 def template(source: Conversion) -> None:
@@ -219,41 +173,30 @@ def template(source: Conversion) -> None:
     if path is not None and str(path).endswith((".jinja", ".j2")):
         source.set("data.chat_template", str(path), "chat_template_path")
     elif path is not None:
-        source.leave(
-            "chat_template_path", "a template is a file of Jinja", "data.chat_template=FILE"
-        )
+        source.leave("chat_template_path")
     if text is not None:
-        source.leave(
-            "chat_template",
-            "a template is a file of Jinja: write the text into one",
-            "data.chat_template=FILE",
-            value=f"{str(text)[:40]}…",
-        )
+        source.leave("chat_template", value=f"{str(text)[:40]}…")
 
 
 def packing(source: Conversion) -> None:
     """Convert the packing; without it each conversation is padded there, and packed here."""
-    if source.get("packing") is True:
+    if source.is_on("packing"):
         kind = "stream" if source.get("packing_strategy") == "wrapped" else "best_fit"
         source.set("data.packing", kind, "packing", "packing_strategy")
         return
     if source.converted.choices.get("objective") not in RECORDS:  # a record is a sample by itself
         reason = "samples are always packed, so that a step sees more conversations"
         source.leave("packing", reason, "training.micro_batch_size=1")
-    for name in ("packing", "packing_strategy"):
-        if source.given(name):
-            source.leave(name, "records are not packed, or nothing is", why=Why.ignored)
+    source.ignore("records are not packed, or nothing is", "packing", "packing_strategy")
 
 
 def learnt(source: Conversion) -> None:
     """Convert which tokens are learnt: all, or those of the assistant."""
     names = ("assistant_only_loss", "completion_only_loss")
     if source.converted.choices.get("data") != "chat":
-        for name in names:
-            if source.given(name):
-                source.leave(name, "of conversations", why=Why.ignored)
+        source.ignore("of conversations", *names)
     else:
-        is_part = any(source.get(name) is True for name in names)
+        is_part = any(source.is_on(name) for name in names)
         source.set("data.learn", "assistant" if is_part else "all", *names)
 
 
@@ -282,9 +225,7 @@ TELLING = {
 }
 """Objective that a key belongs to, where no class is named; the first key that is given counts."""
 
-KTO = ("desirable_weight", "undesirable_weight")
 CENTERING = "center_rewards_coefficient"
-PREFERENCE_KEYS = ("loss_type", "beta", "label_smoothing", "simpo_gamma", "cpo_alpha")
 LOSSES = ("sigmoid", "hinge", "ipo")
 
 
@@ -295,42 +236,33 @@ def objective(source: Conversion) -> None:
     if kind is None and {"kto", "simpo"} & {*losses}:
         kind = "kto" if "kto" in losses else "simpo"
     kind = kind or next((TELLING[each] for each in TELLING if source.given(each)), "next_token")
-    source.set("objective", kind, "class" if source.given("class") else "beta")
-    used = {"class"}
+    telling = next(filter(source.given, ("class", *TELLING)), "class")
+    source.set("objective", kind, telling)
     beta = source.number("beta")
     if kind in ("dpo", "simpo", "kto") and beta:
-        used.add("beta")
         source.set("objective.beta", beta, "beta")
-    if kind == "distill":
-        used |= {"beta", "teacher_model_name_or_path"}
+    if kind == "dpo":
+        _dpo_loss(source, losses)
+    elif kind == "distill":
         trainer.convert_teacher(source, "teacher_model_name_or_path", "beta", default_beta=0.5)
-    if kind == "grpo":
-        used |= {"beta", "loss_type"}
+    elif kind == "grpo":
         source.set("objective.kl_weight", beta or 0.0, "beta")
-    if kind == "reward" and source.given(CENTERING):
-        used.add(CENTERING)
+    elif kind == "reward" and source.given(CENTERING):
         source.set("objective.centering", source.number(CENTERING), CENTERING)
-    if kind == "orpo":
-        used.add("beta")
+    elif kind == "orpo":
         source.set("objective.weight", beta or 0.1, "beta")
-    if kind == "simpo":
-        used |= {"loss_type", "simpo_gamma"}
+    elif kind == "simpo":
         ratio = (source.number("simpo_gamma") or 0.0) / (beta or 0.1)
         source.set("objective.gamma_ratio", ratio, "simpo_gamma")
-    if kind == "kto":
-        used.update(KTO, ["loss_type"] if losses == ["kto"] else [])
-        for name in KTO:
-            if source.given(name):
-                source.set(f"objective.{name}", source.number(name), name)
-    if kind == "dpo":
-        used |= {"loss_type", "label_smoothing"}
-        _dpo_loss(source, losses)
-    for name in (*PREFERENCE_KEYS, CENTERING, *KTO):
-        if name not in used and source.given(name):
-            is_same = source.get(name) in ("nll", 0)
-            source.leave(
-                name, f"objective={kind} has none", why=Why.ignored if is_same else Why.left
-            )
+    elif kind == "kto":
+        for name in filter(source.given, ("desirable_weight", "undesirable_weight")):
+            source.set(f"objective.{name}", source.number(name), name)
+    used = {"class", "teacher_model_name_or_path"}
+    if kind in ("grpo", "simpo") or (kind, losses) == ("kto", ["kto"]):
+        used.add("loss_type")  # GRPO's is converted with the sampling; others name the objective
+    for name in source.unused_keys_of("trl.objective", but=used):
+        why = Why.ignored if source.get(name) in ("nll", 0) else Why.left
+        source.leave(name, f"objective={kind} has none", why=why)
 
 
 def _dpo_loss(source: Conversion, losses: list[str]) -> None:
@@ -341,5 +273,5 @@ def _dpo_loss(source: Conversion, losses: list[str]) -> None:
         )
     source.set("objective.loss", known[0] if known else "sigmoid", "loss_type")
     smoothing = source.number("label_smoothing")
-    if is_number(smoothing) and smoothing:
+    if smoothing is not None:
         source.set("objective.label_smoothing", smoothing, "label_smoothing")

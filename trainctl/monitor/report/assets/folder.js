@@ -2,25 +2,12 @@
  * survive newer data. */
 "use strict";
 (() => {
-  const $ = (selector) => document.querySelector(selector);
-  const SVG = "http://www.w3.org/2000/svg";
+  const { $, make } = shared;
+  const drawn = (tag, attributes = {}, ...children) => make(tag, { ...attributes, ns: "http://www.w3.org/2000/svg" }, ...children);
   const STATES = { finished: "good", failed: "bad", lost: "bad", stopped: "warn", queued: "warn" };
   const MOST_TICKS = 12;
   const LEAST_GAP = 0.055;
   const state = { document: null, sort: null, down: false, filter: "", chosen: new Set(), rows: new Map(), paths: new Map() };
-
-  /** Create an element with attributes and children; text is never parsed as HTML. */
-  function make(name, attributes = {}, ...children) {
-    const made = attributes.ns ? document.createElementNS(SVG, name) : document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) {
-      if (key === "ns") continue;
-      if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-      else if (value !== null && value !== false) made.setAttribute(key, value === true ? "" : value);
-    }
-    made.append(...children.filter((child) => child !== null));
-    return made;
-  }
-  const drawn = (name, attributes = {}, ...children) => make(name, { ...attributes, ns: true }, ...children);
 
   const digits = (value, most = 4) => value === null ? "–" : value.toLocaleString("en", { maximumFractionDigits: most, minimumFractionDigits: most });
   const count = (value) => value === null ? "–" : Math.round(value).toLocaleString("en");
@@ -200,49 +187,9 @@
     document.documentElement.dataset.ready = found.version;
   }
 
-  const notice = (text) => { $("#notice").hidden = !text; $("#notice").textContent = text; };
-
-  /** Poll for newer data while the page is visible. */
-  async function follow({ url, seconds }) {
-    let since = null;
-    for (;;) {
-      if (!document.hidden) {
-        try {
-          const address = new URL(url, location.href);
-          if (state.document) address.searchParams.set("after", state.document.version);
-          const answer = await fetch(address, { cache: "no-store" });
-          if (answer.status === 200) show(await answer.json());
-          else if (answer.status !== 204) throw new Error(`${answer.status} ${answer.statusText}`);
-          since = null;
-          notice("");
-        } catch (error) {
-          since ||= Date.now();
-          notice(`No connection since ${new Date(since).toLocaleTimeString()} (${error.message}); what is shown is of before.`);
-        }
-      }
-      await new Promise((resume) => setTimeout(resume, 1000 * seconds));
-    }
-  }
-
-  const THEMES = { auto: null, light: "light", dark: "dark" };
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  let theme = "auto";
-  try { theme = localStorage.getItem("trainctl-theme") ?? "auto"; } catch { /* a browser without storage */ }
-  function applyTheme() {
-    document.documentElement.dataset.theme = THEMES[theme] ?? (dark.matches ? "dark" : "light");
-    $("#theme").textContent = `Theme: ${theme}`;
-  }
-  function nextTheme() {
-    const names = Object.keys(THEMES);
-    theme = names[(names.indexOf(theme) + 1) % names.length];
-    try { localStorage.setItem("trainctl-theme", theme); } catch { /* a browser without storage */ }
-    applyTheme();
-  }
-
-  $("#theme").addEventListener("click", nextTheme);
-  dark.addEventListener("change", applyTheme);
+  const theme = shared.themes();
   $("#filter").addEventListener("input", (event) => { state.filter = event.target.value; table(); });
   $("#open").addEventListener("click", () => { location.href = page([...state.chosen]); });
-  applyTheme();
-  follow(JSON.parse($("#source").textContent));
+  theme.apply();
+  shared.follow(shared.contained("#source"), () => state.document?.version, show);
 })();

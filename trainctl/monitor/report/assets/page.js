@@ -52,20 +52,7 @@
 
   // ---------------------------------------------------------------- small things
 
-  const $ = (selector, root = document) => root.querySelector(selector);
-
-  /** Create an element with attributes (`on…` adds a listener, `text` sets its text) and children. */
-  function make(tag, attributes = {}, ...children) {
-    const made = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) {
-      if (value === null || value === undefined || value === false) continue;
-      if (name === "text") made.textContent = value;
-      else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-      else made.setAttribute(name, value === true ? "" : value);
-    }
-    made.append(...children.filter((child) => child !== null && child !== undefined));
-    return made;
-  }
+  const { $, make, notice, contained } = shared;
 
   /** Return the colour of a CSS variable, which a canvas cannot use itself. */
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -1237,15 +1224,18 @@
     const { mesh } = found, dense = found.world_size > 64;
     const axes = Object.entries(mesh).filter(([, size]) => size > 1).map(([name, size]) => `${name} ${size}`);
     const nodes = new Map();
-    found.ranks.forEach(([node, data, tensor, sequence, pipeline], rank) => {
+    found.ranks.forEach(([node, data, tensor, sequence, context, pipeline], rank) => {
       if (!nodes.has(node)) nodes.set(node, []);
       const where = [];
-      if (mesh.pipeline > 1) where.push(`stage ${pipeline}`);
+      const blocks = found.blocks?.[pipeline];
+      const mirrored = blocks?.length > 1 ? `s ${pipeline}, ${2 * mesh.pipeline - 1 - pipeline}` : ` ${pipeline}`;
+      if (mesh.pipeline > 1) where.push(`stage${mirrored}`);
       if (mesh.data > 1) where.push(`data ${data}`);
       if (mesh.tensor > 1) where.push(`tensor ${tensor}`);
       if (mesh.sequence > 1) where.push(`sequence ${sequence}`);
-      const blocks = found.blocks?.[pipeline];
-      const held = mesh.pipeline > 1 && blocks ? `blocks ${blocks[0]}–${blocks[1] - 1}` : "";
+      if (mesh.context > 1) where.push(`context ${context}`);
+      const ranges = blocks?.map(([first, end]) => `${first}–${end - 1}`).join(", ");
+      const held = mesh.pipeline > 1 && blocks ? `blocks ${ranges}` : "";
       const item = make("li", { title: `rank ${rank}: ${where.join(", ") || "everything"}${held ? `, ${held}` : ""}` }, make("b", { text: dense ? String(rank) : `rank ${rank}` }), ...where.map((text) => make("span", { text })), held ? make("span", { text: held }) : null);
       item.style.borderLeftColor = `var(--part-${(mesh.pipeline > 1 ? pipeline : mesh.tensor > 1 ? tensor : data) % 8})`;
       nodes.get(node).push(item);
@@ -1258,6 +1248,7 @@
     else facts.push(`ZeRO ${found.zero_stage}: ${whole.join(", ")} whole on each rank${mesh.tensor > 1 ? " of a tensor group's part" : ""}`);
     if (mesh.tensor > 1) facts.push(`matrices are cut into ${mesh.tensor} over the tensor ranks`);
     if (mesh.sequence > 1) facts.push(`sequences are cut into ${mesh.sequence} over the sequence ranks`);
+    if (mesh.context > 1) facts.push(`sequences are cut into ${2 * mesh.context} chunks, two for each context rank`);
     if (mesh.expert > 1) facts.push(`experts are shared out among ${mesh.expert} ranks of the data axis`);
     const { batch } = found;
     facts.push(`a step: ${batch.global.toLocaleString("en")} sequences of ${batch.sequence_length.toLocaleString("en")} tokens = ${mesh.data} data ${mesh.data > 1 ? "ranks" : "rank"} × ${batch.accumulation} × ${batch.micro}`);
@@ -1319,34 +1310,12 @@
 
   // ---------------------------------------------------------------- theme, keys, print
 
-  const THEMES = ["auto", "light", "dark"];
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  let theme = "auto";
-  try {
-    theme = localStorage.getItem("trainctl-theme") || "auto";
-  } catch { /* a page from disk may have no storage */ }
-
-  function applyTheme(forced) {
-    const name = forced || (theme === "auto" ? (dark.matches ? "dark" : "light") : theme);
-    document.documentElement.dataset.theme = name;
-    const button = $("#theme");
-    button.textContent = `Theme: ${theme}`;
-    drawCharts();
-  }
-
-  function nextTheme() {
-    theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-    try {
-      localStorage.setItem("trainctl-theme", theme);
-    } catch { /* as above */ }
-    applyTheme();
-    say(`theme: ${theme}`);
-  }
+  const theme = shared.themes(drawCharts, (name) => say(`theme: ${name}`));
 
   function pressed(event) {
     const inField = event.target.closest?.("input, select, textarea, dialog");
     if (inField || event.altKey || event.ctrlKey || event.metaKey) return;
-    if (event.key === "t" || event.key === "T") nextTheme();
+    if (event.key === "t" || event.key === "T") theme.next();
     else if (event.key === "?") $("#help").showModal();
     else if (event.key === "Escape" && state.range) zoomTo(null);
     else if (/^[1-9]$/.test(event.key) && state.runs.length > 1 && state.runs[event.key - 1]) toggleRun(state.runs[event.key - 1].id);
@@ -1356,7 +1325,7 @@
   function print(begins) {
     document.body.style.width = begins ? `${PAPER}px` : "";
     for (const each of document.querySelectorAll("#details details")) if (begins) each.open = true;
-    applyTheme(begins ? "light" : undefined);
+    theme.apply(begins ? "light" : undefined);
     for (const chart of state.charts) chart.isStale = true;
     drawAll();
     for (const chart of state.charts) chart.resize();
@@ -1384,47 +1353,13 @@
     document.documentElement.dataset.ready = found.version;
   }
 
-  const notice = (text) => {
-    $("#notice").hidden = !text;
-    $("#notice").textContent = text;
-  };
-
-  /** Poll for newer documents while the page is visible. */
-  async function follow({ url, seconds }) {
-    let since = null;
-    for (;;) {
-      if (!document.hidden) {
-        try {
-          const address = new URL(url, location.href);
-          if (state.document) address.searchParams.set("after", state.document.version);
-          const answer = await fetch(address, { cache: "no-store" });
-          if (answer.status === 200) await show(await answer.json());
-          else if (answer.status !== 204) throw new Error(`${answer.status} ${answer.statusText}`);
-          since = null;
-          notice("");
-        } catch (error) {
-          since ||= Date.now();
-          notice(`No connection since ${new Date(since).toLocaleTimeString()} (${error.message}); what is shown is of before.`);
-        }
-      }
-      await new Promise((resume) => setTimeout(resume, 1000 * seconds));
-    }
-  }
-
-  function inside(id) {
-    const text = $(id).textContent.trim();
-    return text ? JSON.parse(text) : null;
-  }
-
-  applyTheme();
-  $("#theme").addEventListener("click", nextTheme);
+  theme.apply();
   $("#keys").addEventListener("click", () => $("#help").showModal());
   document.addEventListener("keydown", pressed);
-  dark.addEventListener("change", () => applyTheme());
   addEventListener("beforeprint", () => print(true));
   addEventListener("afterprint", () => print(false));
-  const [data, source] = [inside("#data"), inside("#source")];
+  const [data, source] = [contained("#data"), contained("#source")];
   if (data) show(data).catch((error) => { notice(`This page cannot be shown: ${error.message}`); throw error; });
-  if (source) follow(source);
+  if (source) shared.follow(source, () => state.document?.version, show);
   window.trainctl = { show };
 })();

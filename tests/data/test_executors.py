@@ -1,0 +1,188 @@
+"""Executors give the same bytes, on one process, several, and a Ray cluster that loses a node."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from executor_cases import DOCUMENTS, contents, plant, prepare
+
+from trainctl.data import executors
+from trainctl.data.executors import ExecutorTask, require_results
+from trainctl.data.executors.ray import RayExecutor
+from trainctl.data.executors.slurm import SlurmExecutor, _write_calls, run_array_task
+from trainctl.data.quality.columns import Columns, ColumnWriter
+from trainctl.data.tasks import PreparationProgress
+from trainctl.errors import ExitCode, TrainctlError
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_that_loses_a_node_makes_what_one_process_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two nodes is killed while it has a task, and the other one does all that is left."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    plant(tmp_path / "texts")
+    alone = prepare(monkeypatch, tmp_path / "texts", tmp_path / "alone", workers=1)
+    parts = [name for name in alone if name.endswith("part.json")]
+    dropped = [name for name in alone if name.endswith("dropped.json")]
+    assert len(parts) > 10 and len(dropped) == 2
+    assert all(b'"near": {' in alone[name] and b'"exact": {' in alone[name] for name in dropped)
+    two = prepare(monkeypatch, tmp_path / "texts", tmp_path / "two", workers=2)
+    assert two == alone
+
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
+    memory = 80 << 20
+    head = {"num_cpus": 1, "object_store_memory": memory, "include_dashboard": False}
+    cluster = Cluster(True, head_node_args=head)
+    killed: list[str] = []
+    try:
+        node = cluster.add_node(num_cpus=1, object_store_memory=memory)
+        raylet = node.all_processes["raylet"][0].process.pid
+
+        def kill() -> None:
+            while not (busy := tasks_below(raylet)):
+                time.sleep(0.005)
+            killed.extend(busy)
+            cluster.remove_node(node, allow_graceful=False)
+
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        address = f"data.executor_address={cluster.address}"
+        where = tmp_path / "ray"
+        asked = ["data.executor=ray", address]
+        assert prepare(monkeypatch, tmp_path / "texts", where, *asked) == alone
+        killer.join(1)
+        assert len(killed) == 1
+        refused_by_ray(monkeypatch, tmp_path, asked)
+        assert not ray.is_initialized()
+        ray.init(cluster.address)  # as a user's program has it
+        made = partial(os.mkdir, tmp_path / "made")
+        RayExecutor(cluster.address).run([ExecutorTask("a", made)])
+        assert ray.is_initialized() and (tmp_path / "made").exists()
+        with pytest.raises(TrainctlError, match="is connected to the Ray cluster"):
+            RayExecutor("127.0.0.1:1").run([ExecutorTask("a", print)])
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    with pytest.raises(TrainctlError, match="no Ray cluster at ") as caught:
+        RayExecutor("127.0.0.1:1").run([ExecutorTask("a", print)])
+    assert caught.value.exit_code is ExitCode.environment
+
+
+def tasks_below(raylet: int) -> list[str]:
+    """Return the names of the tasks that workers of a raylet have, from their process titles."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            title = (folder / "cmdline").read_bytes().partition(b"\0")[0].decode()
+            if parent == raylet and title.startswith("ray::"):
+                found.append(title.removeprefix("ray::").strip())
+    return [name for name in found if name != "IDLE" and not name.endswith("Agent")]
+
+
+def refused_by_ray(monkeypatch: pytest.MonkeyPatch, folder: Path, asked: list[str]) -> None:
+    """A user's mistake is reported as by one process, and nothing finished is done again."""
+    shown: list[PreparationProgress] = []
+    before = contents(folder / "ray")
+    assert prepare(monkeypatch, folder / "texts", folder / "ray", *asked) == before
+    assert not shown
+    with (folder / "texts" / "one.jsonl").open("ab") as stream:
+        stream.write(b'{"text": "\xff"}\n')
+    said = []
+    for overrides, workers in ((asked, None), ([], 1)):
+        with pytest.raises(TrainctlError) as caught:
+            prepare(monkeypatch, folder / "texts", folder / "bad", *overrides, workers=workers)
+        said.append((caught.value.message, caught.value.hint, caught.value.exit_code))
+    assert said[0] == said[1] and "byte 0xff is not UTF-8" in said[0][0]
+
+
+def test_an_array_task_makes_only_the_calls_that_were_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache may be a folder that others can write to, and a pickle is code."""
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    (tmp_path / "other").mkdir()
+    calls = [ExecutorTask("a", partial(os.mkdir, tmp_path / "made"))]
+    digest = _write_calls(tmp_path / "array", [calls])
+    raw = (tmp_path / "array" / "0.calls").read_bytes()
+    for name, content in (
+        ("0.calls", pickle.dumps([partial(os.rmdir, tmp_path / "other")])),
+        ("calls.json", b'["0"]'),
+    ):
+        before = (tmp_path / "array" / name).read_bytes()
+        (tmp_path / "array" / name).write_bytes(content)
+        assert run_array_task(tmp_path / "array", digest) == ExitCode.run_state
+        assert b"other calls than were submitted" in (tmp_path / "array" / "0.json").read_bytes()
+        (tmp_path / "array" / name).write_bytes(before)
+    assert (tmp_path / "other").exists() and not (tmp_path / "made").exists()
+    assert (tmp_path / "array" / "0.calls").read_bytes() == raw
+    assert run_array_task(tmp_path / "array", digest) == 0
+    assert (tmp_path / "made").exists()
+    assert (tmp_path / "array" / "0.done").read_text() == "0\n"
+    assert run_array_task(tmp_path / "array", digest) == ExitCode.internal_error  # it exists
+
+
+def test_sbatch_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path))
+    with pytest.raises(TrainctlError, match="sbatch is not installed") as caught:
+        SlurmExecutor().run([ExecutorTask("a", print)])
+    assert caught.value.exit_code is ExitCode.environment
+    SlurmExecutor().run([])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_that_appears_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS shows a missing name for a while after another machine has written it."""
+    looks: list[str] = []
+
+    def is_there(name: str) -> bool:
+        looks.append(name)
+        return name == "a" or len(looks) > 4
+
+    monkeypatch.setattr(executors, "_POLL_SECONDS", 0.0)
+    require_results(SlurmExecutor(), ["a", "b"], is_there, tmp_path)
+    assert looks == ["a", "b", "b", "b", "b"]
+    monkeypatch.setattr(executors, "PATIENCE_SECONDS", 0.0)
+    with pytest.raises(TrainctlError, match=r"finished b, and .* does not have its result"):
+        require_results(SlurmExecutor(), ["a", "b"], lambda name: name == "a", tmp_path)
+
+
+def test_of_two_writers_of_a_part_the_first_counts(tmp_path: Path) -> None:
+    """A reader has the files of the first one open; another content replaces them."""
+    column = {"number": np.arange(3)}
+    with (
+        ColumnWriter(tmp_path / "part", "key") as late,
+        ColumnWriter(tmp_path / "part", "key") as a,
+    ):
+        for writer in (a, late):
+            writer.append(column)
+        a.finish(of=1)
+        inode = (tmp_path / "part").stat().st_ino
+        late.finish(of=1)
+    assert (tmp_path / "part").stat().st_ino == inode
+    with ColumnWriter(tmp_path / "part", "key") as other:
+        other.append(column)
+        other.finish(of=2)
+    assert Columns.load(tmp_path / "part").manifest["of"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["part"]
+
+
+def test_the_corpus_has_the_copies_that_were_planted(tmp_path: Path) -> None:
+    plant(tmp_path / "texts")
+    lines = [(tmp_path / "texts" / f"{name}.jsonl").read_text() for name in ("one", "two")]
+    texts = [line for text in lines for line in text.splitlines()]
+    assert len(texts) == DOCUMENTS and 100 < len(texts) - len(set(texts)) < DOCUMENTS // 5
