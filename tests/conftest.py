@@ -24,8 +24,8 @@ MUST_RUN_MARKS = ("slow", "cluster", "slurm")
 
 
 def pytest_configure() -> None:
-    """Independent of the shell: its background job ignores Ctrl-C, and so would what tests start
-    and interrupt."""
+    """Independent of the shell: its background job ignores Ctrl-C, and under `nohup` the end of a
+    terminal, and so would what tests start and interrupt."""
     # What was measured on the machine of whoever runs the tests must not change any figure.
     os.environ["TRAINCTL_CALIBRATION_FILE"] = os.devnull
     # Read when torch is imported, so a fork of what has imported it cannot change it any more. With
@@ -33,6 +33,7 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@ code.
 """
 
 import json
-import signal
 import sys
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from trainctl.runs.lock import hold_lock
 
 
 def main() -> int:
-    # As in a terminal, also if the tests run under nohup.
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     run = open_run(Path(sys.argv[1]))
     plan = read_plan(run.root / "plan_for_tests.json")
     stand_in = Path(__file__).with_name("stand_in.py")

@@ -107,6 +107,8 @@ def _row(line: dict[str, str]) -> Row:
         values |= published_model(published)
     elif sparse is not None:
         values = sparse_model(values, *map(int, sparse.split("/")))
+    if values.get("zero_stage.stage") == 3 and not line["table"].startswith("DeepSpeed"):
+        values["engine.kind"] = "fsdp2"  # whose hooks are a block's, not a module's
     nodes, devices = int(line["nodes"]), int(line["devices"])
     facts = {key.removeprefix("hardware."): v for key, v in values.items() if "hardware." in key}
     hardware = hardware_of(line["hardware"], nodes, devices, **facts)

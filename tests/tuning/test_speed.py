@@ -123,7 +123,7 @@ def test_zero_3_waits_for_its_hooks_on_the_host() -> None:
     assert third - first == pytest.approx(32 * 9 * (FORWARD_HOOK + BACKWARD_HOOK), rel=0.01)
     fsdp = time_of(zero_stage__stage=3, engine__kind="fsdp2", **small).compute
     assert fsdp == pytest.approx(first)
-    large = {"devices": 1, "training__gradient_accumulation_steps": 1}
+    large = {"devices": 1, "training__micro_batch_size": 8}
     assert time_of(zero_stage__stage=3, **large).compute == time_of(**large).compute
     # What `selective` keeps is chosen in Python, operation by operation, forward and again.
     kept = time_of(activation_checkpointing__mode="selective", **small)

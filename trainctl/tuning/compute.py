@@ -26,6 +26,7 @@ from trainctl.plans.flops import attention_products
 from trainctl.plans.trainable import is_partial
 from trainctl.tuning.experts import expert_time, expert_weights, sparse_share
 from trainctl.tuning.rates import (
+    ADDED_BYTES,
     ATTENTION_BACKWARD,
     BACKWARD_HOOK,
     BACKWARD_TO_FORWARD,
@@ -38,7 +39,9 @@ from trainctl.tuning.rates import (
     KERNELS_OF_A_FUSED_BLOCK,
     KERNELS_OF_EXPERTS,
     LOGIT_BYTES,
+    MERGED_BYTES,
     ORTHOGONALIZATION_STEPS,
+    RING_FLOPS,
     Rates,
 )
 
@@ -177,8 +180,13 @@ def attention_seconds(
         moved = model.num_attention_heads / tensor * keys * score_bytes / speed.memory
         forward = tokens * (2 * products / speed.wide_products + moved)
         return forward, 2 * forward
-    forward = tokens * products / speed.attention
-    return forward, ATTENTION_BACKWARD * forward
+    rate, merged, context = speed.attention, 0.0, config.parallelism.context
+    if context > 1:
+        rate = min(rate, RING_FLOPS)
+        width = model.num_attention_heads / tensor * shapes.head_dim(model)
+        merged = tokens * width * context / speed.memory
+    forward = tokens * products / rate
+    return forward + MERGED_BYTES * merged, ATTENTION_BACKWARD * forward + ADDED_BYTES * merged
 
 
 def _traffic_bytes(config: RunConfig, tensor: int) -> float:
@@ -192,14 +200,16 @@ def _traffic_bytes(config: RunConfig, tensor: int) -> float:
     hidden, ffn = float(model.hidden_size), _inner_width(model) / tensor
     if config.parallelism.sequence_sharded_norms:
         hidden /= tensor
-    heads = model.num_attention_heads / tensor + shapes.own_key_value_heads(model, tensor)
-    turned = heads * shapes.head_dim(model)
+    heads = (model.num_attention_heads / tensor, shapes.own_key_value_heads(model, tensor))
+    turned = sum(heads) * shapes.head_dim(model)
+    # Of queries and keys.
+    normed = sum(heads[: len(spec.attention.per_head)]) * shapes.head_dim(model)
     fused = _is_fused(config)
     wide = BYTES[precision_of(config.precision).format] / 2
     norm = spec.norm.moved_fused if fused else spec.norm.moved
     rotation = (4 if fused else 16) if spec.is_rotary else 0
     inner = spec.activation.moved_fused if fused else spec.activation.moved
-    return wide * ((2 * norm + 2 * 6) * hidden + rotation * turned + inner * ffn)
+    return wide * (norm * (2 * hidden + normed) + 12 * hidden + rotation * turned + inner * ffn)
 
 
 def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> float:

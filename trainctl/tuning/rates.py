@@ -71,6 +71,15 @@ ATTENTION_BACKWARD = 2.5
 """Backward over forward products of fused attention, which recomputes its scores: five to two
 (arXiv:2205.14135).
 """
+RING_FLOPS = 350e12
+"""Most FLOP/s of the kernel of ring attention, FlashAttention 2, on an H100 (arXiv:2407.08608; with
+all merging 307 for chunks of 16,384 tokens, scripts/benchmarks/ring_kernels.py). Attention to a
+whole sequence has faster kernels there.
+"""
+MERGED_BYTES, ADDED_BYTES = 26, 10
+"""Bytes moved per element of the queries to merge the attention to one rank's keys in fp32, and to
+add its gradient.
+"""
 
 # Kernel launches in the forward pass of a block.
 KERNELS_OF_A_BLOCK = 60
@@ -82,10 +91,10 @@ KERNEL_START = 5e-6
 
 DISPATCH = 15e-6
 """Seconds per operation under `selective`, whose choice of saved results runs in Python."""
-FORWARD_HOOK, BACKWARD_HOOK = 170e-6, 120e-6
+FORWARD_HOOK, BACKWARD_HOOK = 1e-3, 0.5e-3
 """Seconds of the host per module with parameters at ZeRO 3, in either pass: DeepSpeed's hooks look
-up, gather and release the module's parameters. Measured with one CPU process, whose gathers move
-nothing (docs/planning.md), so it is a lower limit: on a GPU each gather is started too.
+up, gather and release the module's parameters. Fitted to two runs of Qwen3 0.6B on one H100
+(docs/planning.md); one CPU process, whose gathers start no kernels, took 170 and 120 µs.
 """
 
 BACKWARD_TRAFFIC = 2.0
