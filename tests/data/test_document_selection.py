@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from trainctl.data.corpus_record import Corpus
 from trainctl.data.dropped_documents import examples_of
 from trainctl.data.quality import measurement
 from trainctl.data.tokenizer import ByteTokenizer
-from trainctl.errors import TrainctlError
+from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plans.mixture import SINGLE_SOURCE
 
 DRAW = random.Random(3)
@@ -275,6 +277,33 @@ def test_a_function_may_give_numbers_that_are_not_finite(
     assert {row.why for row in examples_of(dropped(corpus))} == {
         "function: what is no finite number is beyond maximum"
     }
+
+
+@pytest.mark.parametrize(
+    ("file", "folder"),
+    [
+        ("signature.bin", r"quality-\w+/data/\w+"),
+        ("values.bin", r"scratch/\w+/copies"),
+        ("same.bin", r"quality-\w+"),
+    ],
+)
+def test_a_full_disk_is_the_machines_fault_and_what_was_found_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, folder: str
+) -> None:
+    plain = Path.open
+
+    def full(path: Path, mode: str = "r", **more: Any) -> Any:
+        if path.name == file and mode == "wb":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(path, mode, **more)
+
+    monkeypatch.setattr(Path, "open", full)
+    section = config(lines(tmp_path / "c.jsonl", TEXTS[:3]), dedup=Dedup.minhash)
+    with pytest.raises(TrainctlError, match=f"{folder}: No space left on device") as caught:
+        build_corpus(section, ByteTokenizer())
+    assert caught.value.exit_code is ExitCode.environment
+    kept = list(tmp_path.glob("cache/quality-*/..duplicates.scratch/*/table.json"))
+    assert len(kept) == (file != "signature.bin")
 
 
 def test_the_same_in_any_number_of_processes(

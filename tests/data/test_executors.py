@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from executor_cases import DOCUMENTS, contents, plant, prepare
 
 from trainctl.data import executors
-from trainctl.data.executors import ExecutorTask, require_results
+from trainctl.data.executors import ExecutorTask, require_results, slurm
 from trainctl.data.executors.ray import RayExecutor
 from trainctl.data.executors.slurm import SlurmExecutor, _write_calls, run_array_task
 from trainctl.data.quality.columns import Columns, ColumnWriter
@@ -143,6 +146,88 @@ def test_sbatch_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.iterdir())
 
 
+def test_an_array_job_is_asked_for_seldom_and_ended_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its number may be that of another cluster. A job that is held is reported once."""
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path))
+    commands: list[tuple[str, ...]] = []
+    scripts: list[str] = []
+    looks = iter(range(40))
+
+    def run_tool(command: tuple[str, ...]) -> str:
+        commands.append(command)
+        if command[0] != "sbatch":
+            return "PENDING JobHeldUser\n"
+        scripts.append(next(Path(each).read_text() for each in command if each.endswith("job.sh")))
+        return "7;other\n"
+
+    def is_ended(array: object, number: int) -> bool:
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(slurm, "run_tool", run_tool)
+    monkeypatch.setattr(slurm, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(slurm._Array, "_is_ended", is_ended)
+    with pytest.raises(KeyboardInterrupt):
+        SlurmExecutor().run([ExecutorTask("a", print)])
+    submitted, *asked, ended = commands
+    (name,) = (each for each in submitted if each.startswith("--job-name="))
+    assert ended == ("scancel", name.replace("job-name", "name"))
+    assert [command[0] for command in asked] == ["squeue"] * 3
+    assert capsys.readouterr().err.count("does not start by itself: JobHeldUser") == 1
+    assert 'RAYON_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"' in scripts[0]
+
+
+class RayTaskError(Exception):
+    """Error of a task, as Ray raises it in the driver."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def test_what_ray_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First the head, which then cancels nothing either; then trainctl on a node."""
+
+    def lost(*_: object, **__: object) -> None:
+        raise ConnectionError("the client\nwas disconnected")
+
+    def failed(_: object) -> None:
+        what = "The remote function failed to import on the worker:"
+        raise RayTaskError(RuntimeError(f"{what}\n\nTraceback\nModuleNotFoundError: trainctl\n"))
+
+    settings: dict[str, Any] = {}
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: object()))
+    fake = SimpleNamespace(
+        **dict.fromkeys(("is_initialized", "cluster_resources", "shutdown"), dict),
+        init=lambda _, **given: settings.update(given),
+        remote=lambda **_: lambda _: task,
+        util=SimpleNamespace(placement_group_table=dict),
+        wait=lost,
+        cancel=lost,
+        get=failed,
+    )
+    raised = SimpleNamespace(RayError=RayTaskError, RayTaskError=RayTaskError)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", raised)
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    monkeypatch.setattr("trainctl.data.executors.ray._require_listener", lambda address: None)
+    for message in (
+        "no Ray cluster at .*head:1: ConnectionError: the client was disconnected",
+        "the process of a could not import trainctl: ModuleNotFoundError: trainctl",
+    ):
+        with pytest.raises(TrainctlError, match=message) as caught:
+            RayExecutor("ray://head:1").run([ExecutorTask("a", print)])
+        assert caught.value.exit_code is ExitCode.environment
+        fake.wait = lambda found, **_: (found, [])
+    assert settings["runtime_env"]["env_vars"]["RAYON_NUM_THREADS"] == "1"
+    assert not capsys.readouterr().err  # nothing is reserved where the head has no CPUs
+
+
 def test_a_result_that_appears_late_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +241,17 @@ def test_a_result_that_appears_late_is_waited_for(
     monkeypatch.setattr(executors, "_POLL_SECONDS", 0.0)
     require_results(SlurmExecutor(), ["a", "b"], is_there, tmp_path)
     assert looks == ["a", "b", "b", "b", "b"]
+    now = [0.0]
+
+    def is_there_slowly(name: str) -> bool:
+        """Of many names, the first look takes longer than the patience."""
+        now[0] += 100.0 * (name == "a")
+        return is_there(name)
+
+    with monkeypatch.context() as clock:
+        clock.setattr("trainctl.data.executors.time.monotonic", lambda: now[0])
+        looks.clear()
+        require_results(SlurmExecutor(), ["a", "b"], is_there_slowly, tmp_path)
     monkeypatch.setattr(executors, "PATIENCE_SECONDS", 0.0)
     with pytest.raises(TrainctlError, match=r"finished b, and .* does not have its result"):
         require_results(SlurmExecutor(), ["a", "b"], lambda name: name == "a", tmp_path)

@@ -72,10 +72,12 @@ def test_tasks_count_what_one_pass_counts(tmp_path: Path, monkeypatch: pytest.Mo
     sources = ", ".join(f"{name}: {each.format(tmp_path / f'{name}.jsonl')}" for name in "ab")
     config = compose(["recipe=tiny", f"data.sources={{{sources}}}"]).config
     build_corpora(config, ByteTokenizer())
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "moved"))
     shown: list[tuple[int, int]] = []
     found = statistics.corpus_statistics(config, lambda done, whole: shown.append((done, whole)))
     texts_of = statistics._source_texts(config, ByteTokenizer())
     assert found == statistics_in_one_pass(texts_of, ByteTokenizer().decode)
     assert (found["a"].copies, found["b"].copies) == (9, 5)
     assert len(shown) > 6 and shown[-1][0] == shown[-1][1] and shown == sorted(shown)
-    assert not list((tmp_path / "cache").glob("statistics-*"))
+    assert not list((tmp_path / "moved").glob("statistics-*"))

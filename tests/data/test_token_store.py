@@ -1,5 +1,7 @@
 """The store: the corpus that it gives is that of before, bit for bit, and what it takes back."""
 
+import errno
+import fcntl
 import gzip
 import json
 import os
@@ -14,9 +16,9 @@ import pytest
 from small_texts import CONFIGS, make_texts
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import OnBadText, RunConfig
+from trainctl.config.schema import OnBadText, RunConfig, TokenizerConfig
 from trainctl.data import task_workers, tasks
-from trainctl.data.cache_files import cache_folder
+from trainctl.data.cache_files import cache_folder, ignore_message, lock_folder
 from trainctl.data.corpus import Corpus, CorpusBuilder, build_corpus
 from trainctl.data.corpus_writer import tokenize_chunks, write_corpus
 from trainctl.data.executors.local import LocalExecutor
@@ -488,6 +490,45 @@ def test_a_claim_that_was_taken_over_is_not_given_back_twice(tmp_path):
         (tmp_path / "x").unlink()
         (tmp_path / "x").symlink_to(json.dumps(["another host", 1, "b", 0]))
     assert (tmp_path / "x").is_symlink()
+
+
+def test_a_task_of_an_executor_is_claimed_and_done_whoever_had_the_claim(texts, monkeypatch):
+    store, (task, *_) = store_of(section("mixed"))
+    free: list[bool] = []
+
+    def do(_, todo):
+        with Claims(store.folder / "claims").held(todo.key) as is_free:
+            free.append(is_free)
+
+    monkeypatch.setattr(TokenStore, "do", do)
+    given = task_workers._job_text(store, TokenizerConfig()), json.dumps(task.to_plain()), True
+    task_workers.tokenize_task(*given)
+    with store.claims.held(task.key):
+        task_workers.tokenize_task(*given)
+    assert free == [False, False]
+
+
+def test_a_disk_without_locks_or_links_is_the_machines_fault(tmp_path, monkeypatch):
+    def missing(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    monkeypatch.setattr(os, "symlink", missing)
+    for context in (lock_folder(tmp_path / "x", ignore_message), Claims(tmp_path).held("x")):
+        with pytest.raises(TrainctlError, match="No locks available") as caught, context:
+            pass
+        assert caught.value.exit_code == ExitCode.environment
+
+
+def test_the_cache_is_a_folder_with_a_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for named, folder in (("~/cache", tmp_path / "home" / "cache"), ("cache", tmp_path / "cache")):
+        monkeypatch.setenv("TRAINCTL_CACHE_DIR", named)
+        assert cache_folder() == folder
+    monkeypatch.setenv("TRAINCTL_CACHE_DIR", "s3://bucket/cache")
+    with pytest.raises(TrainctlError, match="TRAINCTL_CACHE_DIR=s3://bucket/cache is a URL"):
+        cache_folder()
 
 
 def test_progress_in_words():

@@ -19,6 +19,7 @@ from commands import TINY, curve, events, live_processes, trainctl
 from mirrors import drain, mirrored_run, save_steps
 
 from trainctl.config.compose import compose
+from trainctl.errors import MachineError
 from trainctl.hardware import resolve_hardware
 from trainctl.launchers import skypilot
 from trainctl.launchers.interface import AttemptRequest
@@ -30,7 +31,7 @@ from trainctl.rules.resolve import resolve
 from trainctl.runs.checkpoints import newest_checkpoint
 from trainctl.runs.directory import create_run, is_run, last_attempt, new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.status import read_job
+from trainctl.runs.status import SchedulerJob, read_job
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-skypilot" / "bin" / "python"
@@ -160,6 +161,32 @@ def test_launch_gives_it_to_sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "called").read_text().splitlines()[5:] == [
         *("jobs", "cancel", "--yes", "--name", name)
     ]
+
+
+def test_what_sky_answers_about_a_job_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exit codes and words are those of its source: no controller runs here."""
+    sky, job = (
+        tmp_path / "sky",
+        SchedulerJob(kind="skypilot", id="a-job", submitted=0.0, host="here"),
+    )
+
+    def answers(text: str, code: int) -> None:
+        sky.write_text(f"#!/bin/sh\necho '{text}'\nexit {code}\n")
+        sky.chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    answers("step 7 loss nan", 100)  # the code of a job that failed
+    assert skypilot.job_log(job) == "step 7 loss nan\n"
+    answers("no such job", 1)
+    with pytest.raises(MachineError, match="sky failed: no such job"):
+        skypilot.job_log(job)
+    answers("Multiple running jobs found with name a-job.", 0)
+    with pytest.raises(MachineError, match="several jobs of the name a-job"):
+        skypilot.cancel(job)
+    answers("ClusterNotUpError: All managed jobs should have finished.", 1)
+    skypilot.cancel(job)
 
 
 def test_a_new_machine_has_the_newest_checkpoint_and_the_submitted_plan(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import trainctl as tc
 from trainctl.cli.main import run as command
 from trainctl.config import registry
 from trainctl.errors import ExitCode
-from trainctl.launchers.suspects import Suspects, spike_of
+from trainctl.launchers.suspects import SuspectDocument, Suspects, spike_of
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 from trainctl.train.callbacks.document_search import CarrierSearch, search_carriers
@@ -123,6 +123,11 @@ def test_what_is_not_explained_is_said() -> None:
     gone = Suspects(**{**found, "replayed": 2.1, "left": 2.1, "is_reproduced": False})
     assert "trainctl trial RUN --step 7" in gone.sentence
     assert spread.exit_code == gone.exit_code == ExitCode.training_failed
+    one = SuspectDocument(
+        "", 0, None, None, start=0, end=9, sample=40, labels=9, share=None, text=""
+    )
+    endless = {**found, "replayed": math.inf, "left": math.inf, "documents": (one,)}
+    assert not Suspects(**endless).is_good  # others give no finite number either
     assert json.loads(json.dumps(spread.to_dict()))["verdict"] == "not explained"
 
 

@@ -10,15 +10,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import objective_cases
 import pytest
-from rank_processes import Case, tiny_config, tiny_plan, train_cases, with_stop
+from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 from trainctl.config import registry
 from trainctl.config.compose import compose
 from trainctl.config.reading import read_json
 from trainctl.errors import StoppedBySignal
 from trainctl.hardware import resolve_hardware
-from trainctl.launchers.replay import Replays, checkpoint_before, copy_run
+from trainctl.launchers.replay import Replays, checkpoint_before, copy_run, plan_replay
 from trainctl.launchers.trial import (
     DeviceComparison,
     FaultyDevice,
@@ -166,6 +167,21 @@ def test_a_search_has_the_same_result_on_each_layout(
 
 
 @pytest.mark.slow
+def test_a_search_counts_records_where_the_loss_does(tmp_path: Path) -> None:
+    config = objective_cases.config_of(
+        "reward", tmp_path, steps=STEP, checkpoint__every_steps=CHECKPOINT
+    )
+    run, plan = RunPaths(tmp_path / "run"), tiny_plan(config, 1)
+    train_cases(1, [Case(plan, run)])
+    copy = copy_run(run, checkpoint_before(run, STEP), tmp_path / "copy", config)
+    request_replay(copy, SearchSettings(by="loss", usual=0.0, least=0.0, most=1))
+    train_cases(1, [Case(with_stop(plan, STEP - 1), copy)])
+    found = read_json(copy.recording / "found.json")
+    assert float(found["value"]) == pytest.approx(curve(run)[STEP][0], rel=1e-5)
+    assert found["units"] == plan.batch.global_batch_size
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_device_is_named(tried: dict[str, list[dict[str, Any]]], name: str) -> None:
     *_, changes, reason = BROKEN[name]
@@ -190,6 +206,26 @@ def test_what_a_replay_left_is_removed(tmp_path: Path) -> None:
     assert stopped.value.args == (signal.SIGTERM,)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert sorted(path.name for path in tmp_path.iterdir()) == [".replay-held", ".replay-new"]
+
+
+def test_nothing_but_its_last_step_ends_a_replay_and_nothing_leaves_it(tmp_path: Path) -> None:
+    composed = compose(
+        [
+            *("recipe=tiny", "hardware=1xcpu", "data.max_bytes=200000"),
+            *("training.time_limit_minutes=5", "training.stop_patience=2"),
+            *("launcher.stop_grace_seconds=60", f"checkpoint.mirror=file://{tmp_path}/mirror"),
+        ]
+    )
+    run = RunPaths(tmp_path / "run")
+    config = plan_replay(composed, run).config
+    assert config.training.time_limit_minutes is config.training.stop_patience is None
+    assert config.launcher.stop_grace_seconds == 0
+    assert config.checkpoint.mirror is None
+    for file in (run.teacher, run.callbacks / "mine" / "state"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    copy = copy_run(run, None, tmp_path / "copy", config)
+    assert copy.teacher.exists() and (copy.callbacks / "mine" / "state").exists()
 
 
 def rank(number: int, sums: dict[int, list[str]], **more: Any) -> dict[str, Any]:
@@ -254,6 +290,15 @@ SSH = ("launcher=ssh", "launcher.hostfile={hosts}", "hardware=2x8xh100-80g")
             ("launcher=slurm", "launcher.slurm_options=['--mem=0']", "hardware=2x8xh100-80g"),
             0,
             "\"launcher.slurm_options=['--mem=0','--exclude=node1']\"",
+        ),
+        (
+            (
+                "launcher=slurm",
+                "launcher.slurm_options=['--exclude=node7','--mem=0']",
+                "hardware=2x8xh100-80g",
+            ),
+            0,
+            "\"launcher.slurm_options=['--mem=0','--exclude=node7,node1']\"",
         ),
         (
             ("hardware=8xh100-80g",),

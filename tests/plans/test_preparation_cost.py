@@ -101,6 +101,7 @@ def test_the_command_prints_it_and_refuses_what_is_no_size(
     ("overrides", "steps", "limits"),
     [
         ([], "tokenize assemble", ["assemble"]),
+        (["data.max_bytes=1000"], "tokenize assemble", ["assemble", "tokenize"]),
         (["data.dedup=exact"], "tokenize shuffle compare decide assemble", None),
         (["data.filters={c4: {}}"], "tokenize filters shuffle compare decide assemble", None),
         (
@@ -123,6 +124,7 @@ def test_only_the_steps_of_the_configuration_are_counted(
     found = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in found["steps"]] == steps.split()
     assert limits is None or [each.partition(":")[0] for each in found["limits"]] == limits
+    assert found["cores"] == (1 if overrides == ["data.max_bytes=1000"] else 1000)
     assert "28 MB of generated text" in found["measured"]
     if overrides == ["data.dedup=minhash"]:  # a lower threshold has more bands
         assert run([*command, "data.dedup_threshold=0.5", "--scale", "1T", "--json"]) == 0

@@ -403,6 +403,13 @@ ERRORS = [
     ),
     (
         "TC501",
+        {"data__executor": "slurm", "data__executor_options": ["--clusters=b"]},
+        gpus(),
+        "'--clusters=b' in data.executor_options is set by trainctl",
+        "leave it out",
+    ),
+    (
+        "TC501",
         {"data__executor": "slurm", "data__executor_options": ["--arr=0-9"]},
         gpus(),
         "'--arr=0-9' in data.executor_options is set by trainctl",

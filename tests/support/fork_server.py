@@ -193,7 +193,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
                     sys.stderr.flush()
                     os._exit(0)
                 ranks[pid] = rank
-            problem = _watch(ranks, work.seconds)
+            problem = _watch(ranks, work)
         pickle.dump(problem, answers)
         answers.flush()
 
@@ -232,28 +232,30 @@ def _call(work: Work) -> Any:
     return getattr(importlib.import_module(module), function)(pickle.loads(work.payload))
 
 
-def _watch(ranks: dict[int, int], seconds: float) -> tuple[int, str] | None:
+def _watch(ranks: dict[int, int], work: Work) -> tuple[int, str] | None:
     """Wait for the ranks by pid; return the rank that failed first and its status, or None."""
-    problem = None
-    deadline = time.monotonic() + seconds
+    failed: dict[int, str] = {}
+    deadline = time.monotonic() + work.seconds
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in ranks:
             rank = ranks.pop(pid)
             code = os.waitstatus_to_exitcode(status)
-            if code != 0 and problem is None:
-                problem = (rank, f"ended by {signal.Signals(-code).name}" if code < 0 else "failed")
+            if code != 0 and deadline < math.inf:
+                failed[rank] = f"ended by {signal.Signals(-code).name}" if code < 0 else "failed"
                 deadline = min(deadline, time.monotonic() + PEERS_SECONDS)
         elif time.monotonic() > deadline:
-            if problem is None:
-                problem = (min(ranks.values()), f"was not done after {seconds:g} seconds")
+            if not failed:
+                failed[min(ranks.values())] = f"was not done after {work.seconds:g} seconds"
                 _signal(ranks, signal.SIGUSR1)
                 time.sleep(1)
             _signal(ranks, signal.SIGKILL)
-            deadline = float("inf")
+            deadline = math.inf
         elif pid == 0:
             time.sleep(POLL_SECONDS)
-    return problem
+    # A rank says why before it ends, and only then do the others lose it: two may end at once.
+    said = {(work.folder / f"{rank}.err").stat().st_mtime_ns: rank for rank in failed}
+    return (said[min(said)], failed[said[min(said)]]) if said else None
 
 
 def _signal(ranks: dict[int, int], number: signal.Signals) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from trainctl.options.objective import LOGITS
+from trainctl.train.objectives.loss import output_of
 from trainctl.train.rollouts.sampling import Sampler
 
 
@@ -70,3 +74,24 @@ def test_logits_that_are_not_numbers_draw_an_id_of_the_vocabulary() -> None:
     logits = torch.full((2, 4), torch.nan)
     tokens, found = Sampler(seed=0, top_k=2, top_p=0.9).draw(logits, torch.tensor([0.0, 0.9]), 3)
     assert tokens.max() < 3 and found.isnan().all()  # the loss is NaN, which the run guards
+
+
+def test_the_trainer_divides_narrow_logits_as_the_sampler_does() -> None:
+    logits = (20 * torch.randn(2, 3, 50, generator=torch.manual_seed(1))).bfloat16()
+    model = SimpleNamespace(logits=logits)
+    found = output_of(lambda: model, LOGITS, {}, torch.zeros(2, 3), temperature=0.7)
+    token, expected = Sampler(1, 0.7).draw(logits[0, 0][None], torch.tensor([0.4]).double())
+    assert torch.equal(found[0, 0].log_softmax(dim=-1)[token], expected)
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_tokens_with_deterministic_kernels() -> None:
+    sampler = Sampler(seed=1, top_k=40, top_p=0.9)
+    logits = torch.randn(64, 100, generator=torch.manual_seed(1))
+    numbers = torch.from_numpy(sampler.numbers(0, 0, 64))
+    torch.use_deterministic_algorithms(True)
+    try:
+        found, _ = sampler.draw(logits.cuda(), numbers.cuda())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found.cpu(), sampler.draw(logits, numbers)[0])

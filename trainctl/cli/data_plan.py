@@ -131,6 +131,10 @@ def _cost_of(config: RunConfig, scale: str, cores: int) -> PreparationCost:
         raise TrainctlError(
             f"--scale {scale} costs nothing: the tokens are there", hint="leave --scale out"
         )
+    notes = []
+    if data.factory is not None or all(each.max_bytes is not None for each in sections):
+        cores = 1
+        notes.append("tokenize: one process reads data.factory, and what data.max_bytes cuts")
     bands = int(has_quality_rules(data))  # identical texts are always looked for
     if data.dedup is Dedup.minhash:
         from trainctl.data.quality.measurement import Bands
@@ -146,10 +150,9 @@ def _cost_of(config: RunConfig, scale: str, cores: int) -> PreparationCost:
     )
     uncounted = ["data.dedup=substring"] if data.dedup is Dedup.substring else []
     uncounted += ["data.decontaminate"] if data.decontaminate else []
-    if not uncounted:
-        return cost
-    more = f"not counted, for lack of a rate: {' and '.join(uncounted)}"
-    return replace(cost, limits=(*cost.limits, more))
+    if uncounted:
+        notes.append(f"not counted, for lack of a rate: {' and '.join(uncounted)}")
+    return replace(cost, limits=(*cost.limits, *notes))
 
 
 def _size_text(size: float) -> str:

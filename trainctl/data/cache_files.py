@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.readers.remote import Notify
+from trainctl.readers.remote import Notify, is_url
 from trainctl.runs.files import open_lock
 
 CACHE_VARIABLE = "TRAINCTL_CACHE_DIR"
@@ -29,9 +29,14 @@ def ignore_message(message: str) -> None:
 
 def cache_folder() -> Path:
     """Return the folder of tokenized corpora: TRAINCTL_CACHE_DIR, or the user's cache."""
-    explicit = os.environ.get(CACHE_VARIABLE)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(explicit) if explicit else base / "trainctl"
+    explicit = os.environ.get(CACHE_VARIABLE, "")
+    if is_url(explicit):
+        raise TrainctlError(
+            f"{CACHE_VARIABLE}={explicit} is a URL, and the cache is memory-mapped",
+            hint=f"name a folder; data prepare --to {explicit} writes the finished corpus there",
+        )
+    named = explicit or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/trainctl"
+    return Path(named).expanduser().absolute()
 
 
 @contextmanager
@@ -42,7 +47,8 @@ def convert_write_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise TrainctlError(
             f"cannot write the tokenized corpus, {folder}: {error.strerror or error}",
-            hint="free space there, or name another folder in TRAINCTL_CACHE_DIR",
+            hint="free space there, or name another folder in TRAINCTL_CACHE_DIR; its file system "
+            "needs flock and symbolic links",
             exit_code=ExitCode.environment,
         ) from None
 
@@ -57,13 +63,13 @@ def lock_folder(folder: Path, notify: Notify) -> Iterator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = open_lock(folder.with_suffix(".lock"))
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
-            notify(f"waiting for {holder}, which tokenizes the same text into {folder}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
         with convert_write_errors(folder):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+                notify(f"waiting for {holder}, which tokenizes the same text into {folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield

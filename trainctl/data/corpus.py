@@ -16,7 +16,12 @@ from typing import Any
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, TokenizerConfig
-from trainctl.data.cache_files import cache_folder, ignore_message, lock_folder
+from trainctl.data.cache_files import (
+    cache_folder,
+    convert_write_errors,
+    ignore_message,
+    lock_folder,
+)
 from trainctl.data.corpus_record import FORMAT, Corpus, Split, read_corpus
 from trainctl.data.corpus_writer import (
     bad_text,
@@ -116,7 +121,7 @@ class CorpusBuilder:
         if spec_of(self.config).is_prepared or spec_of(self.config).is_tokenized:
             return self.build()
         file = self.folder / "corpus.json"
-        return Corpus.load(file) if file.is_file() else None
+        return replace(Corpus.load(file), folder=str(self.folder)) if file.is_file() else None
 
     def tokenize_share(self, number: int, count: int) -> int:
         """Tokenize share `number` (from 1) of `count` without assembling the corpus.
@@ -244,7 +249,7 @@ class CorpusBuilder:
                 sources.append(TokenizedSource(name, section, store, tasks, builder.files))
         columns = columns_folder(cache_folder(), self.run_data, sources)
         executor = INLINE if self.tokenizer_section is None else self.executor
-        with lock_folder(columns, self.notify):
+        with lock_folder(columns, self.notify), convert_write_errors(columns):
             return select_training_documents(
                 self.run_data, sources, columns, executor=executor, show=self.progress
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -231,20 +231,17 @@ def _held_out_texts(
     task_of: Mapping[tuple[str, str], tuple[TokenizedSource, Task]],
     protected: Mapping[tuple[str, str], Bool],
 ) -> Iterator[Entry]:
-    """Yield the texts to decontaminate against, numbered consecutively."""
-    number = 0
+    """Yield the texts to decontaminate against."""
     for section in decontamination_sections(run_data):
         for document in Reader(section).documents(split_files(section).train):
-            yield Entry(number, document.text)
-            number += 1
+            yield Entry(0, document.text)
     if HELD_OUT not in run_data.decontaminate:
         return
     for at, (source, task) in task_of.items():
         if protected[at].any():
             for entry in _documents_of_task(to_plain(source.config), task.to_plain()):
                 if protected[at][entry.number]:
-                    yield replace(entry, number=number)
-                    number += 1
+                    yield entry
 
 
 def _keep_selected(

@@ -27,7 +27,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from trainctl.config.codec import from_plain, to_plain
@@ -84,13 +83,10 @@ class RewardProcesses:
         }
         try:
             for name, reward in section.rewards.items():
-                started = [
-                    _RewardProcess(name, reward, section) for _ in range(section.reward_processes)
-                ]
-                self._processes += started
                 self._pools[name] = SimpleQueue()
-                for process in started:
-                    self._pools[name].put(process)
+                for _ in range(section.reward_processes):
+                    self._processes.append(_RewardProcess(name, reward, section))
+                    self._pools[name].put(self._processes[-1])
             for process in self._processes:
                 process.wait_until_loaded()
         except BaseException:
@@ -163,12 +159,7 @@ class RewardProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import RunConfig
-from trainctl.data.cache_files import cache_folder
+from trainctl.data.cache_files import cache_folder, convert_write_errors
 from trainctl.data.corpora import prepared_corpora
 from trainctl.data.corpus_record import Corpus
 from trainctl.data.executors import Executor, ExecutorTask, executor_of, require_results
@@ -151,13 +151,14 @@ def _hash_in_tasks(
 
 
 def _write_hashes(record: Path, between: tuple[int, int], file: Path) -> None:
-    corpus = Corpus.load(record)
+    corpus = replace(Corpus.load(record), folder=str(record.parent))
     source = SourceText(corpus.tokens(corpus.train), corpus.ends(corpus.train), 0, 0)
     bounds = _bounds_of(source)[between[0] : between[1] + 1]
     temporary = file.with_suffix(f".{secrets.token_hex(4)}.tmp")
-    with temporary.open("wb") as stream:
-        np.save(stream, document_hashes(source.tokens, bounds))
-    temporary.replace(file)
+    with convert_write_errors(file.parent):
+        with temporary.open("wb") as stream:
+            np.save(stream, document_hashes(source.tokens, bounds))
+        temporary.replace(file)
 
 
 def _bounds_of(source: SourceText) -> npt.NDArray[np.int64]:

@@ -273,7 +273,7 @@ class TokenStore:
     def tasks(self, files: Sequence[File]) -> list[Task]:
         """Return the tasks for all documents of files, in order."""
         try:
-            return plan_tasks(files, spec_of(self.config).ranges)
+            return list(plan_tasks(files, spec_of(self.config).ranges))
         except OSError as error:
             raise TrainctlError(f"cannot read {error.filename}: {error.strerror}") from None
 

@@ -2,7 +2,7 @@
 
 On one machine every process claims its task, so that the same command on another machine, or on
 another node of a launch, does other tasks. An executor with machines of its own gives each task to
-one process by itself.
+one process by itself, whose claim only keeps others away.
 """
 
 from __future__ import annotations
@@ -122,13 +122,14 @@ def tokenize_task(job: str, task: str, is_assigned: bool) -> None:
     Args:
         job: From `_job_text`.
         task: `Task.to_plain` as JSON.
-        is_assigned: Whether no other process can have the task, so that it needs no claim.
+        is_assigned: Whether an executor gave it to this process, whoever has claimed it.
     """
     store, todo = _open_store(job), Task.from_plain(json.loads(task))
     if not is_assigned:
         _do_if_unclaimed(store, todo)
     elif not store.is_done(todo):
-        store.do(todo)
+        with store.claims.held(todo.key):
+            store.do(todo)
 
 
 @lru_cache(maxsize=4)

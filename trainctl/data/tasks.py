@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trainctl.data.cache_files import convert_write_errors
 from trainctl.readers.files import digest_of
 from trainctl.readers.remote import File, RemoteFile, is_url
 from trainctl.runs.processes import is_alive
@@ -99,15 +100,11 @@ class Task:
         return cls(tuple(_range_from_plain(*each) for each in data["pieces"]), data["size"])
 
 
-def plan_tasks(files: Iterable[File], ranges: Ranges | None) -> list[Task]:
-    """Return the tasks that read all documents of files, in order.
+def plan_tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
+    """Yield the tasks that read all documents of files, in order.
 
     `ranges` divides files that are larger than a task; None divides no file.
     """
-    return list(_group_into_tasks(files, ranges))
-
-
-def _group_into_tasks(files: Iterable[File], ranges: Ranges | None) -> Iterator[Task]:
     group: list[FileRange] = []
     size = 0
     for file in files:
@@ -170,7 +167,9 @@ class Claims:
         """
         path = self._folder / name
         nonce = secrets.token_hex(8)
-        if not self._take(path, nonce):
+        with convert_write_errors(self._folder):
+            is_ours = self._take(path, nonce)
+        if not is_ours:
             yield False
             return
         done = threading.Event()

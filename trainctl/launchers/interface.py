@@ -27,6 +27,7 @@ from trainctl.runs.directory import last_attempt
 from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
+from trainctl.runs.processes import available_cores
 from trainctl.runs.records import Event
 from trainctl.runs.status import SchedulerJob, State, Status, change_status, write_job, write_status
 from trainctl.runs.tools import run_tool
@@ -95,11 +96,6 @@ class LaunchRequest:
             rank_command=self.rank_command,
             folder=user_code_folder(plan.config, self.run) if self.uses_launch_folder else None,
         )
-
-
-def available_cores() -> int:
-    """Return the number of CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ MANIFEST = "manifest.yaml"
 NOT_MOUNTED = "TC165"
 
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
-_PORT = 29500
+PORT = 29500
 _NAME_LENGTH = 40
 """Longest name of a job: names of its pods are longer, and host names, which end at 63 characters.
 """
@@ -94,7 +94,7 @@ def pod_command(request: AttemptRequest) -> AttemptCommand:
         [pod_host(name, node) for node in range(nodes)],
         [scheduled_rank_variables(request)] * nodes,
         python=launcher.kubernetes_python,
-        port=launcher.port or _PORT,
+        port=launcher.port or PORT,
         address=pod_host(name, 0) if nodes > 1 else None,
     )
 
@@ -198,7 +198,7 @@ def _job_set(plan: RunPlan, run: RunPaths, attempt: AttemptPaths, name: str) -> 
         "image": launcher.kubernetes_image,
         "command": _pod_argv(plan, run, attempt),
         "env": _pod_variables(plan),
-        "ports": [{"containerPort": launcher.port or _PORT}],
+        "ports": [{"containerPort": launcher.port or PORT}],
         "resources": _pod_resources(plan),
         "volumeMounts": mounts,
     }

@@ -19,7 +19,8 @@ from trainctl.config.compose import ComposedConfig
 from trainctl.config.reading import read_json
 from trainctl.errors import TrainctlError
 from trainctl.launchers.offline import import_checkpoint
-from trainctl.launchers.replay import ReplayResult, Say, plan_replay, run_replay
+from trainctl.launchers.processes import signals_raise
+from trainctl.launchers.replay import ReplayResult, Say, count_steps, plan_replay, run_replay
 from trainctl.migration.logged_losses import (
     LoggedCheckpoint,
     LoggedLoss,
@@ -126,15 +127,15 @@ def prove_migration(
         RunFailed: The replay failed.
     """
     found = find_logged_checkpoint(directory, log, steps)
-    with tempfile.TemporaryDirectory(prefix="trainctl-prove-") as folder:
+    with signals_raise(), tempfile.TemporaryDirectory(prefix="trainctl-prove-") as folder:
         run = RunPaths(Path(folder) / "run")
         imported = import_checkpoint(found.path, run.root, composed, progress=progress)
         wanted = found.after(imported["step"])[:steps]
         if not wanted:
             raise no_loss_after(found.log, found.losses, f"step {imported['step']}")
         plan = _plan(composed, run, wanted[-1].last)
-        count = wanted[-1].last - imported["step"]
-        say(f"replaying {count} step{'s' if count > 1 else ''} after step {imported['step']:,}")
+        count = count_steps(wanted[-1].last - imported["step"])
+        say(f"replaying {count} after step {imported['step']:,}")
         run_replay(run, plan, "of logged steps", of=found.path)
         records = steps_from_end(run.events, range(imported["step"] + 1, wanted[-1].last + 1))
     return judge(found, wanted, records, plan, imported)

@@ -19,13 +19,7 @@ from trainctl.config.secrets import REDACTED, resolve_variables
 from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.launchers.agent.rendezvous import NodeIdentity, find_attempt, find_node_identity
 from trainctl.launchers.attempts import is_done, next_attempt, run_attempts, start_one_agent
-from trainctl.launchers.interface import (
-    AttemptRequest,
-    LaunchRequest,
-    RenderedLaunch,
-    available_cores,
-    node_command,
-)
+from trainctl.launchers.interface import AttemptRequest, LaunchRequest, RenderedLaunch, node_command
 from trainctl.launchers.processes import send_rest
 from trainctl.mirror.fetch import Mirror
 from trainctl.plans.types import RunPlan
@@ -33,6 +27,7 @@ from trainctl.runs.command import NodeCommand, read_command
 from trainctl.runs.directory import is_run, last_attempt, new_attempt, open_run, read_plan, run_id
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.mirror_state import MIRROR
+from trainctl.runs.processes import available_cores
 
 _WAIT_SECONDS = 600.0
 """Longest wait for the first node: its image may still be pulled."""

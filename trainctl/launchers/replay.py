@@ -167,6 +167,7 @@ class Replays(ExitStack):
         copy = copy_run(self._run, self._checkpoint, folder, plan.config)
         request_replay(copy, request)
         run_replay(copy, plan, what, of=self._run.root, python=python)
+        os.utime(self._folder)  # or what reads the result for an hour would be a leftover
         return copy
 
 
@@ -181,9 +182,10 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def plan_replay(composed: ComposedConfig, run: RunPaths) -> RunPlan:
-    """Return the plan of a replay: without saves, loggers, samples and shipped callbacks.
+    """Return the plan of a replay: without saves, mirror, loggers, samples and shipped callbacks.
 
-    Shipped callbacks only watch; a user's may do anything, and stay.
+    Shipped callbacks only watch; a user's may do anything, and stay. Nothing but its last step ends
+    a replay early, and a signal ends it at once.
 
     Raises:
         TrainctlError: The configuration is not legal, or a scheduler would have to run it.
@@ -204,7 +206,13 @@ def plan_replay(composed: ComposedConfig, run: RunPaths) -> RunPlan:
     quiet = replace(
         config,
         callbacks={n: keys for n, keys in config.callbacks.items() if n not in shipped},
-        training=replace(config.training, sample_tokens=0, stop_after_steps=None),
+        training=replace(
+            config.training,
+            sample_tokens=0,
+            stop_after_steps=None,
+            stop_patience=None,
+            time_limit_minutes=None,
+        ),
         checkpoint=replace(
             config.checkpoint,
             every_steps=None,
@@ -213,11 +221,13 @@ def plan_replay(composed: ComposedConfig, run: RunPaths) -> RunPlan:
             best_of=None,
             weights_only_every_steps=None,
             compare_replay=False,
+            mirror=None,
+            mirror_bandwidth=None,
         ),
         logging=replace(
             config.logging, to=[], alerts=AlertsConfig(), profile_steps=[], memory_phases=False
         ),
-        launcher=replace(config.launcher, max_restarts=0),
+        launcher=replace(config.launcher, max_restarts=0, stop_grace_seconds=0.0),
     )
     planned = plan_config(
         replace(composed, config=quiet),
@@ -339,7 +349,7 @@ def copy_run(
     for each in (copy.root, copy.checkpoints, copy.attempts):
         ensure_folder(each)
     write_text(copy.config, dump_config(config))
-    for file in (run.record, run.corpus):
+    for file in (run.record, run.corpus, run.teacher):
         if file.is_file():
             shutil.copy(file, copy.root)
     for file in (run.base, run.reference):
@@ -352,6 +362,8 @@ def copy_run(
             _link(file, here / file.name)
     if run.users_corpus.is_dir():
         shutil.copytree(run.users_corpus, copy.users_corpus, copy_function=_link)
+    if run.callbacks.is_dir():
+        shutil.copytree(run.callbacks, copy.callbacks)
     return copy
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from trainctl.config.literal_secrets import referenced_variables
-from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.errors import ExitCode, Finding, MachineError, TrainctlError
 from trainctl.launchers.config_checks import check_path, check_skypilot, skypilot_accelerators
 from trainctl.launchers.interface import (
     AttemptRequest,
@@ -27,7 +27,7 @@ from trainctl.launchers.interface import (
     RenderedLaunch,
     submit_attempt,
 )
-from trainctl.launchers.kubernetes import job_name
+from trainctl.launchers.kubernetes import PORT, job_name
 from trainctl.launchers.rank_command import (
     attempt_command,
     public_variables,
@@ -45,9 +45,10 @@ TASK = "task.yaml"
 _COPIES = ".trainctl-copies"
 """Folder in the machines' home directory with the run directory as it was submitted."""
 _ADDRESSES = "SKYPILOT_NODE_IPS"
-_PORT = 29500
 _CONTROLLER_SECONDS = 900
 """Longest time of a command that may have to start SkyPilot's server or controller first."""
+_JOB_CODES = (100, 101, 103)
+"""Exit codes of `sky jobs logs`: the job failed, has not ended, was cancelled (`JobExitCode`)."""
 
 
 def check(plan: RunPlan, folder: Path, checkpoint_bytes: int | None) -> list[Finding]:
@@ -115,7 +116,7 @@ def node_command(request: AttemptRequest) -> AttemptCommand:
         hosts,
         [scheduled_rank_variables(request)] * nodes,
         python=launcher.skypilot_python,
-        port=launcher.port or _PORT,
+        port=launcher.port or PORT,
         address=hosts[0] or None,
     )
 
@@ -145,10 +146,20 @@ def cancel(job: SchedulerJob) -> None:
     """Cancel a job and take its machines down.
 
     Raises:
-        TrainctlError: `sky` is missing or fails (exit code 4).
+        TrainctlError: `sky` is missing or fails, or there are several of the name (exit code 4).
     """
     command = ("sky", "jobs", "cancel", "--yes", "--name", job.id)
-    run_tool(command, seconds=_CONTROLLER_SECONDS)
+    try:
+        answer = run_tool(command, seconds=_CONTROLLER_SECONDS)
+    except MachineError as error:
+        if "jobs should have finished" in error.message:  # the controller is stopped
+            return
+        raise
+    if "Multiple running jobs" in answer:
+        raise MachineError(
+            f"SkyPilot runs several jobs of the name {job.id}, and cancels none of them",
+            hint="sky jobs queue lists them; sky jobs cancel ID ends one",
+        )
 
 
 def job_log(job: SchedulerJob) -> str:
@@ -157,4 +168,5 @@ def job_log(job: SchedulerJob) -> str:
     Raises:
         TrainctlError: `sky` is missing or fails (exit code 4).
     """
-    return run_tool(("sky", "jobs", "logs", "--no-follow", "--name", job.id))
+    command = ("sky", "jobs", "logs", "--no-follow", "--name", job.id)
+    return run_tool(command, seconds=_CONTROLLER_SECONDS, accepted=_JOB_CODES)

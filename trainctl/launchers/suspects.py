@@ -110,13 +110,9 @@ class Suspects(ReplayResult):
 
     @property
     def is_good(self) -> bool:
-        return self.is_explained
-
-    @property
-    def is_explained(self) -> bool:
         """Whether the spike is gone without the documents."""
         limit = (self.replayed - self.usual) / 2
-        return bool(self.documents) and not self.left - self.usual > limit
+        return bool(self.documents) and math.isfinite(self.left) and self.left - self.usual <= limit
 
     @property
     def sentence(self) -> str:
@@ -130,7 +126,7 @@ class Suspects(ReplayResult):
         count = len(self.documents)
         names = "1 document carries" if count == 1 else f"{count} documents carry"
         tail = f"{self.left:.6g} without, {self.replayed:.6g} with ({self.replays} replays)"
-        if self.is_explained:
+        if self.is_good:
             return f"{names} the spike: the {what} is {tail}"
         few = f"{names} a part of the spike ({tail}), and no other one" if count else "no"
         narrow = ""
@@ -144,7 +140,7 @@ class Suspects(ReplayResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data, for JSON, with what the report lists of it."""
-        verdict = "explained" if self.is_explained else "not explained"
+        verdict = "explained" if self.is_good else "not explained"
         listed = {"changes": [f"data suspects --step {self.step}"], "versions": {}}
         return {**ReplayResult.to_dict(self), **listed, "verdict": verdict}
 

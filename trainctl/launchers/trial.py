@@ -31,7 +31,6 @@ from trainctl.launchers.replay import (
     write_result,
 )
 from trainctl.options.engine import engine_of
-from trainctl.options.launcher import section_of
 from trainctl.options.launcher.slurm import SlurmConfig
 from trainctl.options.launcher.ssh import SshConfig
 from trainctl.plans.settings import replay_tolerance
@@ -304,6 +303,7 @@ def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return name if is_plain else f"gradient of {name}"
 
 
+_EXCLUDE = "--exclude="
 _NO_OTHER = "run on another machine: this run has no other device"
 
 
@@ -314,10 +314,13 @@ def exclusion(plan: RunPlan, compared: DeviceComparison) -> str:
     config, hardware = plan.config, plan.hardware
     hosts = sorted({each.host for each in compared.devices})
     if isinstance(config.launcher, SshConfig):
-        return _ssh_exclusion(plan, compared.devices)
+        return _ssh_exclusion(plan, config.launcher, compared.devices)
     if isinstance(config.launcher, SlurmConfig):
-        section = section_of(config, SlurmConfig)
-        options = [*section.slurm_options, f"--exclude={','.join(hosts)}"]
+        # Of several options of a name sbatch takes the last.
+        before = [each for each in config.launcher.slurm_options if each.startswith(_EXCLUDE)]
+        hosts = [*(each.removeprefix(_EXCLUDE) for each in before), *hosts]
+        others = [each for each in config.launcher.slurm_options if each not in before]
+        options = [*others, f"{_EXCLUDE}{','.join(hosts)}"]
         return f'"launcher.slurm_options=[{",".join(map(repr, options))}]"'
     if config.launcher.kind != "local":
         names = ", ".join(hosts)
@@ -330,10 +333,9 @@ def exclusion(plan: RunPlan, compared: DeviceComparison) -> str:
     return f"leave device {numbers} out (CUDA_VISIBLE_DEVICES), with {less}"
 
 
-def _ssh_exclusion(plan: RunPlan, devices: Sequence[FaultyDevice]) -> str:
+def _ssh_exclusion(plan: RunPlan, section: SshConfig, devices: Sequence[FaultyDevice]) -> str:
     """Return `launcher.exclude`: of devices, where their hosts have others, or else of hosts."""
-    section, hardware = section_of(plan.config, SshConfig), plan.hardware
-    hosts = planned_hosts(plan)
+    hardware, hosts = plan.hardware, planned_hosts(plan)
     per_host: dict[str, list[int]] = defaultdict(list)
     for each in devices:
         host = hosts[each.rank // hardware.devices_per_node]

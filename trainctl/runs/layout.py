@@ -132,6 +132,7 @@ class RunPaths:
     users_corpus = _Below("corpus")
     reference = _Below("reference.npz")
     teacher = _Below("teacher.json")
+    callbacks = _Below("callbacks")
     rollouts = _Below("rollouts")
     checkpoints = _Below("checkpoints")
     requests = _Below("requests")

@@ -227,6 +227,11 @@ def encode_command(argv: Sequence[str], environment: Mapping[str, str], folder: 
     return json.dumps(record).encode() + b"\n"
 
 
+def available_cores() -> int:
+    """Return the number of CPU cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def is_alive(pid: int) -> bool:
     """Return True if a process of this machine runs; a zombie does not."""
     try:

@@ -31,7 +31,8 @@ class RepeatedStep:
         batch: Global batch of the step.
 
     Raises:
-        TrainctlError: The engine updates weights in the backward pass.
+        TrainctlError: The engine updates weights in the backward pass, or the session was stopped
+            before its last step.
     """
 
     def __init__(self, session: Session) -> None:
@@ -41,6 +42,12 @@ class RepeatedStep:
                 hint="offload.zenflow=false",
             )
         self._session, progress = session, session.progress
+        if progress.step != session.plan.stop_step:
+            raise TrainctlError(
+                f"the replay was stopped after step {progress.step:,}, "
+                f"{session.plan.stop_step - progress.step:,} before the end",
+                hint="a callback of yours may ask for it (callbacks)",
+            )
         stages = StagedBatches(stages_of_plan(session.plan))
         self.first_sample, self.batch = stages.at(progress.step, progress.samples)
         session.engine.set_batch(self.batch)

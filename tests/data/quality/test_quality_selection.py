@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,7 @@ from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measurement import WantedColumns, measure_all, measure_part
 from trainctl.data.quality.near_duplicates import near_pairs
 from trainctl.data.quality.selection import Contamination, Rules, Selection
-from trainctl.data.quality.shuffle import search_in
+from trainctl.data.quality.shuffle import read_kept, search_in
 from trainctl.errors import TrainctlError
 from trainctl.options.filter.function import FunctionConfig
 
@@ -162,6 +163,17 @@ def test_another_held_out_text_has_all_measured_again(tmp_path: Path) -> None:
         measure_part(part, tmp_path, WantedColumns(held_out=held_out))
         keys.append(Columns.load(columns_folder(part, tmp_path)).manifest["key"])
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_an_array_that_is_kept_for_tasks_survives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    with search_in(MeasuredCorpus([]), tmp_path / "scratch") as search:
+        monkeypatch.setattr(os, "fsync", synced.append)
+        kept = search.keep("ids", np.arange(3))
+        assert synced and read_kept(kept).tolist() == [0, 1, 2]
+        assert search.keep("ids", np.arange(9)) == kept and len(read_kept(kept)) == 3
 
 
 class Broken(Exception):

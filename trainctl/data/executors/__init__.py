@@ -100,6 +100,7 @@ def require_results(
     """
     if not executor.is_shared:
         return
+    names = [name for name in names if not is_there(name)]  # of many, this takes its time
     until = time.monotonic() + PATIENCE_SECONDS
     while names := [name for name in names if not is_there(name)]:
         if time.monotonic() < until:

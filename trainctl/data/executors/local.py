@@ -14,15 +14,10 @@ from multiprocessing import get_context
 
 from trainctl.data.executors import Done, ExecutorTask, ignore_done
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.runs.processes import die_with_parent
+from trainctl.runs.processes import available_cores, die_with_parent
 
 _WORTH_A_PROCESS = 8 << 20
 """Bytes of work per additional process: starting one takes as long as tokenizing some of them."""
-
-
-def available_cores() -> int:
-    """Return the number of CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, slots=True)

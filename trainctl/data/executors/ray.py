@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from trainctl.data.executors import Done, ExecutorTask, ignore_done, lost_tasks
-from trainctl.errors import ExitCode, TrainctlError
-from trainctl.readers.remote import print_notice
+from trainctl.errors import ExitCode, TrainctlError, describe_exception
+from trainctl.readers.remote import import_optional, print_notice
 
 _RETRIES = 8
 """Deaths of workers and nodes that one task outlives. Errors of a task itself are not retried."""
@@ -43,14 +43,16 @@ class RayExecutor:
         waiting = iter(tasks)
         running: dict[Any, ExecutorTask] = {}
         try:
-            notify_if_reserved(ray)
+            with _convert_errors(self.address):
+                notify_if_reserved(ray)
             while True:
-                count = self.workers or _AHEAD * int(ray.cluster_resources().get("CPU", 1))
-                for task in islice(waiting, max(0, count - len(running))):
-                    running[remote.options(name=task.name).remote(folder, task.call)] = task
-                if not running:
-                    return
-                (ready, *_), _ = ray.wait(list(running), num_returns=1)
+                with _convert_errors(self.address):
+                    count = self.workers or _AHEAD * int(ray.cluster_resources().get("CPU", 1))
+                    for task in islice(waiting, max(0, count - len(running))):
+                        running[remote.options(name=task.name).remote(folder, task.call)] = task
+                    if not running:
+                        return
+                    (ready, *_), _ = ray.wait(list(running), num_returns=1)
                 task = running.pop(ready)
                 try:
                     ray.get(ready)
@@ -58,8 +60,9 @@ class RayExecutor:
                     raise _as_trainctl_error(task, error) from None
                 done(task)
         finally:
-            for other in running:  # an error, or an interruption
-                ray.cancel(other, force=True)
+            with suppress(Exception):  # the connection may be lost
+                for other in running:  # an error, or an interruption
+                    ray.cancel(other, force=True)
             if is_ours:  # Ray ends its drivers when the cluster stops, such as a node's agent
                 ray.shutdown()
 
@@ -70,8 +73,9 @@ class RayExecutor:
 def notify_if_reserved(ray: Any) -> None:
     """Print a notice if placement groups hold all CPUs of the cluster, such as those of a run."""
     cpus, groups = ray.cluster_resources().get("CPU", 0), ray.util.placement_group_table().values()
-    held = (each["bundles"].values() for each in groups if each["state"] == "CREATED")
-    if cpus - sum(bundle.get("CPU", 0) for bundles in held for bundle in bundles) < 1:
+    bundles = (each["bundles"].values() for each in groups if each["state"] == "CREATED")
+    held = sum(bundle.get("CPU", 0) for some in bundles for bundle in some)
+    if held and cpus - held < 1:
         print_notice(
             f"no task can start: placement groups hold all {cpus:g} CPUs of the cluster; a lower "
             "launcher.cpus_per_node leaves some free"
@@ -97,6 +101,12 @@ def _as_trainctl_error(task: ExecutorTask, error: Exception) -> Exception:
     from ray.exceptions import RayTaskError
 
     if isinstance(error, RayTaskError):
+        if "failed to import on the worker" in str(error.cause):
+            return lost_tasks(
+                [task.name],
+                f"could not import trainctl: {str(error.cause).strip().splitlines()[-1]}",
+                "install the same trainctl, with its packages, on every node of the cluster",
+            )
         return error.cause if isinstance(error.cause, Exception) else error
     first = str(error).strip().partition("\n")[0]
     return lost_tasks(
@@ -114,33 +124,37 @@ def _connect(address: str) -> tuple[Any, bool]:
             to another one (exit code 4).
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-    except ImportError:
-        raise TrainctlError(
-            "data.executor=ray needs ray",
-            hint="pip install 'trainctl[ray]', here and on the cluster's nodes",
-            exit_code=ExitCode.environment,
-        ) from None
+    ray = import_optional("ray", "data.executor=ray")
     if ray.is_initialized():
         _require_connection_to(address, ray.get_runtime_context().gcs_address)
         return ray, False
     variables = {name: value for name, value in os.environ.items() if name.startswith("TRAINCTL_")}
-    try:
+    variables |= {"PYTHONSAFEPATH": "1", "RAYON_NUM_THREADS": "1"}  # a task has one CPU
+    with _convert_errors(address):
         _require_listener(address)
         ray.init(
             address,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"env_vars": {**variables, "PYTHONSAFEPATH": "1"}},
+            runtime_env={"env_vars": variables},
         )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    return ray, True
+
+
+@contextmanager
+def _convert_errors(address: str) -> Iterator[None]:
+    """Report errors of a connection within the context as a TrainctlError (exit code 4)."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except (RayError, RuntimeError, ValueError, OSError) as error:
         raise TrainctlError(
-            f"no Ray cluster at data.executor_address={address}: {str(error).splitlines()[0]}",
+            f"no Ray cluster at data.executor_address={address}: "
+            f"{' '.join(describe_exception(error).split())}",
             hint="ray start --head on one machine, and ray start --address=HOST:6379 on the others",
             exit_code=ExitCode.environment,
         ) from None
-    return ray, True
 
 
 def _require_connection_to(address: str, connected: str) -> None:

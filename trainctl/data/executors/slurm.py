@@ -13,9 +13,11 @@ that were submitted.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
+import re
 import secrets
 import shutil
 import sys
@@ -37,6 +39,7 @@ from trainctl.data.executors import (
 )
 from trainctl.errors import ExitCode, TrainctlError, describe_exception
 from trainctl.options.launcher.slurm import SlurmConfig
+from trainctl.readers.remote import print_notice
 from trainctl.runs.files import write_json
 from trainctl.runs.tools import run_tool
 
@@ -44,6 +47,8 @@ _CALLS = "calls.json"
 _TASKS = 100
 """Array tasks by default; a cluster's MaxArraySize is 1,001 unless configured."""
 _POLL_SECONDS = 1.0
+_LOOKS_A_QUERY = 15
+"""Looks at the folder between two at Slurm, whose controller serves all users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +85,18 @@ class SlurmExecutor:
         if not tasks:
             return
         folder = cache_folder() / f"slurm-{secrets.token_hex(6)}"
-        job, hint = "", ""
+        hint = ""
         count = min(len(tasks), self.workers or _TASKS)
         shares = [tasks[number::count] for number in range(count)]
         try:
             with convert_write_errors(folder):
                 digest = _write_calls(folder, shares)
-            job = self._submit(folder, count, digest)
-            _Array(job, folder, shares, done).wait()
+            _Array(self._submit(folder, count, digest), folder, shares, done).wait()
         except BaseException as error:
             hint = getattr(error, "hint", "")
-            # Without an answer of sbatch there may be a job all the same.
+            # By name: without an answer of sbatch there may be a job all the same.
             with suppress(TrainctlError):
-                run_tool(
-                    ("scancel", "--", job) if job else ("scancel", f"--name={_job_name(folder)}")
-                )
+                run_tool(("scancel", f"--name={_job_name(folder)}"))
             raise
         finally:
             if str(folder) not in hint:
@@ -102,7 +104,8 @@ class SlurmExecutor:
 
     def _submit(self, folder: Path, count: int, digest: str) -> str:
         script = folder / "job.sh"
-        script.write_text('#!/bin/bash\nexec "$@"\n')
+        threads = 'export RAYON_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"'
+        script.write_text(f'#!/bin/bash\n{threads}\nexec "$@"\n')
         command = (
             "sbatch",
             "--parsable",
@@ -146,6 +149,7 @@ class _Array:
     ) -> None:
         self._job, self._folder, self._shares, self._done = job, folder, shares, done
         self._finished: list[set[int]] = [set() for _ in shares]
+        self._is_stuck = False
 
     def wait(self) -> None:
         """Wait for the end of all array tasks.
@@ -155,8 +159,9 @@ class _Array:
                 with the names of their calls (exit code 4).
         """
         gone = None
+        looks = itertools.count()
         while False in [self._is_ended(number) for number in range(len(self._shares))]:
-            if self._is_alive():
+            if (gone is None and next(looks) % _LOOKS_A_QUERY) or self._is_alive():
                 gone = None
             elif gone is None:
                 gone = time.monotonic()
@@ -167,10 +172,17 @@ class _Array:
     def _is_alive(self) -> bool:
         """Return True if Slurm has array tasks that wait or run, or does not answer."""
         try:
-            shown = run_tool(("squeue", "--noheader", f"--jobs={self._job}", "--format=%T"))
+            shown = run_tool(("squeue", "--noheader", f"--jobs={self._job}", "--format=%T %r"))
         except TrainctlError as error:
             # Slurm forgets a job some minutes after its end (MinJobAge).
             return "Invalid job id" not in error.message
+        stuck = re.search(r" (.*(?:[Hh]eld|Never).*)", shown)
+        if stuck and not self._is_stuck:
+            print_notice(
+                f"the array job {self._job} does not start by itself: {stuck[1]} "
+                f"(scontrol show job {self._job})"
+            )
+        self._is_stuck = stuck is not None
         return bool(shown.strip())
 
     def _is_ended(self, number: int) -> bool:

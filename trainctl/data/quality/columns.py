@@ -145,10 +145,6 @@ class Columns:
         return columns
 
     @property
-    def names(self) -> Sequence[str]:
-        return tuple(self.manifest["columns"])
-
-    @property
     def documents(self) -> int:
         """Number of rows."""
         rows: int = self.manifest["columns"]["number"]["rows"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,44 +25,32 @@ SHORTEST = 8
 """Minimum number of words of a held-out text; shorter texts are ignored."""
 
 
-def write_held_out(
-    folder: Path, texts: Iterable[Entry], words: int = WORDS, *, identity: str = ""
-) -> HeldOut:
+def write_held_out(folder: Path, texts: Iterable[Entry], *, identity: str = "") -> HeldOut:
     """Write the hashed n-grams of held-out texts to a folder and return them.
 
-    This takes 40 bytes of memory per word of the texts. The numbers of the texts are kept. If the
-    folder was written with the same `identity` (not empty), no text is read.
+    This takes up to 40 bytes of memory per word of the texts. If the folder was written with the
+    same `identity` (not empty), no text is read.
     """
     if identity and _written_identity(folder) == identity:
         return HeldOut.load(folder)
-    hashes, owners, sizes = [], [], []
+    hashes, sizes = [], []
     too_short = 0
     for batch in batches(texts):
-        number = np.array([entry.number for entry in batch.entries], dtype=np.int64)
         counts = batch.total(batch.words).astype(np.int64)
         too_short += int((counts < SHORTEST).sum())
-        short = np.unique(counts[(counts >= SHORTEST) & (counts < words)]).tolist()
-        for size in (words, *short):
+        short = np.unique(counts[(counts >= SHORTEST) & (counts < WORDS)]).tolist()
+        for size in (WORDS, *short):
             grams, begin = batch.ngrams(size, short=False)
             document = batch.words.document[begin]
-            whole = np.ones(len(begin), np.bool_) if size == words else counts[document] == size
+            whole = np.ones(len(begin), np.bool_) if size == WORDS else counts[document] == size
             hashes.append(grams[whole])
-            owners.append(number[document[whole]])
             sizes.append(np.full(int(whole.sum()), size, dtype=np.int16))
     every = np.concatenate([np.empty(0, np.uint64), *hashes])
     unique, first = np.unique(every, return_index=True)
-    columns: dict[str, npt.NDArray[Any]] = {
-        "number": np.concatenate([np.empty(0, np.int64), *owners])[first],
-        "ngram": unique,
-        "words": np.concatenate([np.empty(0, np.int16), *sizes])[first],
-    }
+    words = np.concatenate([np.empty(0, np.int16), *sizes])[first]
     with ColumnWriter(folder, sha256(unique.tobytes()).hexdigest()) as writer:
-        writer.append(columns)
-        writer.finish(
-            sizes=[int(each) for each in np.unique(columns["words"])],
-            too_short=too_short,
-            identity=identity,
-        )
+        writer.append({"ngram": unique, "words": words})
+        writer.finish(sizes=np.unique(words).tolist(), too_short=too_short, identity=identity)
     return HeldOut.load(folder)
 
 
@@ -73,8 +60,6 @@ class HeldOut:
 
     key: str
     ngrams: U64
-    numbers: I64
-    """Number of the first text with each n-gram, [n-grams]."""
     sizes: tuple[int, ...]
     too_short: int
     table: npt.NDArray[np.bool_]
@@ -131,7 +116,6 @@ def _load_held_out(folder: Path, key: str) -> HeldOut:
     return HeldOut(
         key=key,
         ngrams=ngrams,
-        numbers=np.array(columns["number"]),
         sizes=tuple(columns.manifest["sizes"]),
         too_short=columns.manifest["too_short"],
         table=table,

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from trainctl.data.executors import Executor
-from trainctl.data.executors.local import INLINE
 from trainctl.data.quality.batches import I64, run_starts
 from trainctl.data.quality.columns import (
     Columns,
@@ -25,7 +24,6 @@ from trainctl.data.quality.columns import (
 from trainctl.data.quality.near_duplicates import Pairs, near_pairs
 from trainctl.data.quality.selection import Rules
 from trainctl.data.quality.shuffle import (
-    MEMORY,
     DuplicateSearch,
     Groups,
     Result,
@@ -49,11 +47,7 @@ class Duplicates:
 
 
 def find_duplicates(
-    corpus: MeasuredCorpus,
-    rules: Rules,
-    folder: Path,
-    memory: int = MEMORY,
-    executor: Executor = INLINE,
+    corpus: MeasuredCorpus, rules: Rules, folder: Path, memory: int, executor: Executor
 ) -> Duplicates:
     """Return the duplicates that the rules need, from `folder` if they were found before.
 
@@ -75,16 +69,16 @@ def find_duplicates(
             pairs = near_pairs(search, identical, rules.near)
         if rules.substring is not None:
             passages = shared_passages(search, identical)
-    with ColumnWriter(folder, key) as writer:
-        writer.append({"same": identical, "pairs": pairs.ids, "jaccard": pairs.jaccard})
-        writer.append(
-            {
-                "anchor": passages.anchor,
-                "anchor.document": passages.document,
-                "anchor.word": passages.word,
-            }
-        )
-        writer.finish(near=rules.near)
+        with ColumnWriter(folder, key) as writer:
+            writer.append({"same": identical, "pairs": pairs.ids, "jaccard": pairs.jaccard})
+            writer.append(
+                {
+                    "anchor": passages.anchor,
+                    "anchor.document": passages.document,
+                    "anchor.word": passages.word,
+                }
+            )
+            writer.finish(near=rules.near)
     return Duplicates(identical, pairs, passages)
 
 

@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.registry import function_of, load_spec
+from trainctl.data.cache_files import convert_write_errors
 from trainctl.data.executors import Executor, ExecutorTask, require_results
 from trainctl.data.executors.local import INLINE
 from trainctl.data.permutation import splitmix64
@@ -269,7 +270,7 @@ def measure_part(part: PartToMeasure, folder: Path, wanted: WantedColumns) -> No
         for name, settings in _filter_settings(part).items()
     }
     characters = 0
-    with ColumnWriter(target, key) as writer:
+    with convert_write_errors(target), ColumnWriter(target, key) as writer:
         for batch in _batches_or_empty(batches(part.read())):
             number = np.array([entry.number for entry in batch.entries], dtype=np.int64)
             writer.append({"number": number, "characters": batch.ends - batch.starts})

@@ -82,9 +82,7 @@ class Pairs:
         return Pairs(self.ids[kept], self.jaccard[kept])
 
 
-def near_pairs(
-    search: DuplicateSearch, identical: I64, threshold: float, *, bands: Bands | None = None
-) -> Pairs:
+def near_pairs(search: DuplicateSearch, identical: I64, threshold: float) -> Pairs:
     """Find pairs of documents with a Jaccard index of at least the threshold.
 
     The documents of each connected component are compared once more, all with all, because the
@@ -93,9 +91,8 @@ def near_pairs(
     Args:
         identical: From `find_identical_texts`; copies are left out.
         threshold: Minimum Jaccard index of the sets of word 5-grams.
-        bands: Banding of the signatures; None finds 95 % of the pairs at the threshold.
     """
-    bands = bands or Bands.for_threshold(threshold)
+    bands = Bands.for_threshold(threshold)
     table, copies = search.table, search.keep("copies", identical[:, 0])
     compare = partial(_compare_groups, table, threshold)
     banded = shuffle(
@@ -190,8 +187,7 @@ class _Comparison:
     def found(self) -> Pairs:
         """Return all pairs found so far, each once."""
         self._verify()
-        self._found = [_merge_pairs(self._found)]
-        return self._found[0]
+        return _merge_pairs(self._found)
 
     def _compare_in_rounds(self, ids: I64) -> None:
         """Compare the first with all others, then the first of those not similar to it, and so on.
@@ -221,16 +217,11 @@ class _Comparison:
         found = []
         for begin in range(0, len(pairs), _AT_ONCE):
             some = pairs[begin : begin + _AT_ONCE]
-            alike = self._signatures(some[:, 0]) == self._signatures(some[:, 1])
+            alike = np.equal(*(self._corpus.rows("signature", side) for side in some.T))
             some = some[alike.sum(1) >= self._least_alike]
-            index = jaccard(
-                self._corpus.ragged("sketch", some[:, 0]), self._corpus.ragged("sketch", some[:, 1])
-            )
+            index = jaccard(*(self._corpus.ragged("sketch", side) for side in some.T))
             found.append(Pairs(some, index.astype(np.float32)).above(self._threshold))
         return _merge_pairs(found)
-
-    def _signatures(self, ids: I64) -> npt.NDArray[np.uint32]:
-        return self._corpus.rows("signature", ids)
 
 
 def _merge_pairs(found: Sequence[Pairs]) -> Pairs:

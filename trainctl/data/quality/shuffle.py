@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig
+from trainctl.data.cache_files import convert_write_errors
 from trainctl.data.executors import Executor, ExecutorTask, require_results
 from trainctl.data.executors.local import INLINE
 from trainctl.data.quality.batches import I64, U64, run_starts
@@ -63,13 +64,9 @@ class DuplicateSearch:
         return self.folder / "table.json"
 
     def keep(self, name: str, values: I64) -> Path:
-        """Write an array for `read_kept` in tasks, unless it is there, and return its file."""
-        path = self.folder / f"{name}.npy"
-        if not path.exists():
-            with (self.folder / f".{name}").open("wb") as stream:
-                np.save(stream, values)
-            (self.folder / f".{name}").rename(path)
-        return path
+        """Write an array for `read_kept` in tasks, unless it is there, and return its folder."""
+        _write_result(self.folder / name, self.key, lambda: [{"values": values}])
+        return self.folder / name
 
     def run(
         self, name: str, calls: Sequence[Callable[[], Iterable[Result]]], size: int
@@ -101,7 +98,7 @@ class DuplicateSearch:
 
 def read_kept(path: Path) -> I64:
     """Return an array that `DuplicateSearch.keep` wrote, memory-mapped."""
-    values: I64 = np.load(path, mmap_mode="r", allow_pickle=False)
+    values: I64 = Columns.load(path)["values"]
     return values
 
 
@@ -175,7 +172,7 @@ def shuffle(
 
 def _write_result(folder: Path, key: str, call: Callable[[], Iterable[Result]]) -> None:
     if finished_key(folder) != key:
-        with ColumnWriter(folder, key) as writer:
+        with convert_write_errors(folder), ColumnWriter(folder, key) as writer:
             for columns in call():
                 writer.append(columns)
             writer.finish()

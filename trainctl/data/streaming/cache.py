@@ -250,8 +250,8 @@ class ShardCache:
     def _locked(self) -> Iterator[None]:
         with convert_write_errors(self._folder):
             lock = open_lock(self._folder / _LOCK)
-        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
             yield
         finally:
             os.close(lock)

@@ -113,11 +113,6 @@ class Objective(Spec):
     """Whether labels are tokens that were hidden in the input, not the next ones."""
 
     @property
-    def predicts_tokens(self) -> bool:
-        """Whether its loss is computed from the probabilities of tokens."""
-        return self.reads in (LOG_PROBABILITIES, LOGITS)
-
-    @property
     def is_entropy(self) -> bool:
         """Whether its loss is the cross entropy of tokens, so that its exponential is a
         perplexity.

@@ -7,7 +7,7 @@ from enum import Enum
 
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.config.schema.option import option
-from trainctl.options.objective import LOGITS, TOKENS, Objective
+from trainctl.options.objective import LOGITS, Objective
 
 TEACHER = "teacher"
 """Name of the stored array: rows of `trainctl.data.teacher_store.TeacherStore`, which a pass of the
@@ -91,7 +91,6 @@ SPEC = Objective(
     name="distill",
     keys=DistillConfig,
     build="trainctl.train.objectives.distillation:distill",
-    counts=TOKENS,
     reads=LOGITS,
     stored=(TEACHER,),
     whole_samples="",

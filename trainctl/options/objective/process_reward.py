@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from trainctl.config.schema import ObjectiveConfig
 from trainctl.options.data import SampleKind
-from trainctl.options.objective import SCORES, TOKENS, Objective
+from trainctl.options.objective import SCORES, Objective
 from trainctl.options.objective.reward import HEAD
 
 SPEC = Objective(
     name="process_reward",
-    keys=ObjectiveConfig,
     build="trainctl.train.objectives.scores:process_reward",
     takes=SampleKind.steps,
-    counts=TOKENS,
     reads=SCORES,
     head=HEAD,
     measures=("accuracy", "probability", "label"),

@@ -12,7 +12,7 @@ from trainctl.plans.mixture import sources_of
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import Problem, rule
 
-_OWN_OPTIONS = words("array job-name nodes ntasks open-mode output parsable wait wrap")
+_OWN_OPTIONS = words("array clusters job-name nodes ntasks open-mode output parsable wait wrap")
 """Options of sbatch by which an array job's results are found."""
 
 

@@ -9,7 +9,7 @@ from trainctl.config.schema import AttentionKind, CrossEntropyKind, WeightsKind
 from trainctl.models.directory import ENCODERS
 from trainctl.options import model as families
 from trainctl.options import tokenizer as tokenizers
-from trainctl.options.objective import objective_of
+from trainctl.options.objective import LOG_PROBABILITIES, LOGITS, objective_of
 from trainctl.options.optimizer import spec_of
 from trainctl.plans.derive import choices, nearest_multiples
 from trainctl.plans.mup import base_heads, width_factor
@@ -330,7 +330,7 @@ def encoders_predict_hidden_tokens(draft: Draft) -> Iterator[Problem]:
                 f"objective=next_token, or model.path of a {' or '.join(ENCODERS)}",
             )
         return
-    if objective.predicts_tokens and not objective.hides_tokens:
+    if objective.reads in (LOG_PROBABILITIES, LOGITS) and not objective.hides_tokens:
         yield Problem(
             f"objective.kind={objective.name} with {what}, an encoder: a token sees the next one, "
             "which it would predict",

@@ -119,7 +119,7 @@ class RankContext:
         self._collectives = RankCollectives(self, session) if collectives else None
         self.plan = session.plan
         self.shapes: Mapping[str, Sequence[int]] = session.shapes
-        self.folder: Path = session.run.root / "callbacks" / name
+        self.folder: Path = session.run.callbacks / name
         self.attempt_folder = session.run.attempt(journal.attempt).root
         self.rank, self.world_size = session.process.rank, session.process.world_size
         self.device = session.process.device

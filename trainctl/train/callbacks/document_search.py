@@ -96,9 +96,6 @@ class DocumentSearch(Callback):
 
     def __init__(self, session: Session, settings: SearchSettings) -> None:
         self._session, self._settings = session, settings
-        config = session.plan.config
-        # Documents of a record belong together.
-        self._is_text = spec_of(config.data).gives is SampleKind.text
         self._replays = 0
 
     def on_train_end(self, context: Context) -> None:
@@ -107,7 +104,7 @@ class DocumentSearch(Callback):
             raise TrainctlError(
                 "the trainer sees no gradients on this layout (TC069)", hint="--by loss"
             )
-        units = _Units(session, is_text=self._is_text)
+        units = _Units(session)
 
         def excess(part: Indices) -> float:
             context.beat("replaying a part of the batch")
@@ -158,20 +155,21 @@ class _Units:
     """Documents of a step's samples (of records the samples), numbered by sample and place.
 
     Attributes:
-        labels: Number of labels of each unit, the same on all ranks.
+        labels: Number of labels of each unit, the same on all ranks; 1 where records are counted.
         all: Units with labels: padding has none.
     """
 
-    def __init__(self, session: Session, *, is_text: bool) -> None:
+    def __init__(self, session: Session) -> None:
         self._session, self._step = session, RepeatedStep(session)
         first, batch = self._step.first_sample, self._step.batch
         self._batches = session.training.step(first, batch)
         self._counters = session.training.counters(first, batch)
+        # Documents of a record belong together.
+        self._is_text = spec_of(session.plan.config.data).gives is SampleKind.text
         self._documents = [
-            each.document_ids if is_text else torch.zeros_like(each.document_ids)
+            each.document_ids if self._is_text else torch.zeros_like(each.document_ids)
             for each in self._batches
         ]
-        self._is_text = is_text
         own: dict[int, list[int]] = {}
         for each, counters, documents in zip(
             self._batches, self._counters.tolist(), self._documents, strict=True
@@ -180,6 +178,8 @@ class _Units:
             for row, counter in enumerate(counters):
                 ids = documents[row]
                 counts = torch.bincount(ids[has_label[row]], minlength=int(ids.max()) + 1)
+                if each.counts_records:
+                    counts = counts.clamp(max=1)
                 own[counter] = counts.tolist()
         samples: dict[int, list[int]] = {}
         for found in session.process.gather(own):

@@ -8,7 +8,7 @@ pass covers all documents of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -186,8 +186,7 @@ class ObjectiveLoss:
         self._sees_pairs, self._counts_records = spec.sees_pairs, spec.counts == RECORDS
         self._named = spec.measures_of(section)
         self._what = f"objective.kind={spec.name}"
-        function: Callable[..., Any] = function_of("objective", section.kind)
-        self._losses = partial(function, section)
+        self._losses = partial(function_of("objective", section.kind), section)
         self.has_two_passes = spec.passes == 2
         if self.has_two_passes:
             self._whole = partial(function_of("objective", section.kind, "whole"), section)

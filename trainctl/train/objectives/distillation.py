@@ -152,25 +152,21 @@ class _Outcomes(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         flat, ids, sums = ctx.saved_tensors
         vocabulary, temperature = ctx.how
-        result, start = torch.empty_like(flat), 0
-        for scores, chosen in _chunks(flat, ids):
-            here = slice(start, start + len(scores))
-            start += len(scores)
+        result, of_all = torch.empty_like(flat), gradient.reshape(-1, gradient.shape[-1])
+        for scores, chosen, given, kept, found in _chunks(flat, ids, of_all, sums, result):
             own = _Part(scores, chosen, vocabulary, temperature)
-            of_ids, of_rest = gradient.reshape(-1, gradient.shape[-1])[here].split(
-                [chosen.shape[-1], 1], dim=-1
-            )
-            total, rest = sums[here].split(1, dim=-1)
+            of_ids, of_rest = given.split([chosen.shape[-1], 1], dim=-1)
+            total, rest = kept.split(1, dim=-1)
             slope = (own.scores - total).exp_() * -(of_ids.sum(dim=-1, keepdim=True) + of_rest)
             # Without other tokens `rest` is minus infinity, and there is nothing to add.
             slope += (own.others - rest.clamp(min=-1e30)).exp_() * of_rest
             own.add(slope, of_ids)
-            result[here] = slope / temperature
+            found.copy_(slope / temperature)
         return result.view(*gradient.shape[:-1], -1), None, None, None
 
 
-def _chunks(logits: torch.Tensor, ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    yield from zip(logits.split(CHUNK_POSITIONS), ids.split(CHUNK_POSITIONS), strict=True)
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    yield from zip(*(each.split(CHUNK_POSITIONS) for each in tensors), strict=True)
 
 
 class _Part:

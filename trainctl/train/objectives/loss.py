@@ -102,7 +102,7 @@ def output_of(
         hidden: torch.Tensor = model.base_model(**inputs).last_hidden_state
         return output_layer(model)(hidden).float() if reads == SCORES else hidden  # type: ignore[no-any-return]
     logits: torch.Tensor = model(**inputs).logits
-    logits = logits if temperature == 1 else logits / temperature
+    logits = logits if temperature == 1 else logits.float() / temperature  # as a sampler's
     return logits if reads == LOGITS else log_probabilities(logits, labels, vocabulary)
 
 
@@ -168,7 +168,9 @@ class LanguageModel(LossModule):
         self._future_weight = future_weight
         self._kernels, self._routers, self.objective = kernels, routers, objective
         if kernels.cross_entropy is CrossEntropyKind.liger_fused:
-            fuse_head(getattr(model, family_of(model).head), IGNORED_LABEL, z_loss)
+            # Change the class in place: the model, its hooks and its tied weight refer to it.
+            head = getattr(model, family_of(model).head)
+            head.__class__, head.z_loss = LigerFusedHead, z_loss
 
     def forward(
         self,
@@ -325,8 +327,10 @@ class LigerFusedHead(nn.Linear):
     gradients already in the forward pass (arXiv:2410.10989).
     """
 
-    ignored_label: int
     z_loss: float
+    """Weight of the squared log-normalisers, in training. With one, the head returns cross entropy
+    and z loss, (2,).
+    """
 
     def forward(  # type: ignore[override]
         self, input: torch.Tensor, labels: torch.Tensor | None = None
@@ -341,7 +345,7 @@ class LigerFusedHead(nn.Linear):
             self.weight,
             labels.flatten(),
             bias=self.bias,
-            ignore_index=self.ignored_label,
+            ignore_index=IGNORED_LABEL,
             lse_square_scale=z_loss,
             reduction="sum",
             return_z_loss=z_loss > 0,
@@ -349,17 +353,3 @@ class LigerFusedHead(nn.Linear):
         if z_loss > 0:  # found.loss is the sum of both losses, with both gradients
             return torch.stack([found.loss - found.z_loss.detach(), found.z_loss.detach()])
         return found
-
-
-def fuse_head(head: nn.Linear, ignored_label: int, z_loss: float) -> None:
-    """Turn a model's output projection into a `LigerFusedHead`, in place.
-
-    Args:
-        ignored_label: Label of positions that do not count.
-        z_loss: Weight of the squared log-normalisers, in training. With one, the head returns cross
-            entropy and z loss, (2,).
-    """
-    # Change the class in place: the model, its hooks and its tied weight refer to this object.
-    head.__class__ = LigerFusedHead
-    head.ignored_label = ignored_label  # type: ignore[assignment]
-    head.z_loss = z_loss  # type: ignore[assignment]

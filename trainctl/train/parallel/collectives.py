@@ -48,7 +48,7 @@ def _identity(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def _paired_function(there: Transformation, back: Transformation, meaning: str) -> Any:
+def _paired_function(there: Transformation, back: Transformation) -> Any:
     class Pair(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:  # type: ignore[override]
@@ -59,34 +59,24 @@ def _paired_function(there: Transformation, back: Transformation, meaning: str) 
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
             return back(gradient, ctx.axis), None
 
-    Pair.__doc__ = meaning
     return Pair
 
 
-Copy = _paired_function(_identity, all_reduce, "Into a region: every rank uses the whole input.")
-Reduce = _paired_function(
-    all_reduce, _identity, "Out of a region: the ranks' partial results are summed."
-)
-GatherToRegion = _paired_function(
-    all_gather, reduce_scatter, "Into a region, from parts of the sequence."
-)
-ReduceScatter = _paired_function(
-    reduce_scatter, all_gather, "Out of a region, to parts of the sequence."
-)
-GatherWidth = _paired_function(
-    partial(all_gather, dim=-1),
-    partial(reduce_scatter, dim=-1),
-    "The ranks' columns side by side, of which each goes on with a part.",
-)
-Scatter = _paired_function(
-    split_for_rank, all_gather, "From the whole sequence to this rank's part."
-)
-GatherSequence = _paired_function(
-    all_gather, split_for_rank, "From the ranks' parts to the whole sequence on each."
-)
-ScatterRows = _paired_function(
-    partial(split_for_rank, dim=0), partial(all_gather, dim=0), "From all rows to this rank's part."
-)
-GatherRows = _paired_function(
-    partial(all_gather, dim=0), partial(split_for_rank, dim=0), "From the ranks' rows to all rows."
-)
+Copy = _paired_function(_identity, all_reduce)
+"""Into a region: every rank uses the whole input."""
+Reduce = _paired_function(all_reduce, _identity)
+"""Out of a region: the ranks' partial results are summed."""
+GatherToRegion = _paired_function(all_gather, reduce_scatter)
+"""Into a region, from parts of the sequence."""
+ReduceScatter = _paired_function(reduce_scatter, all_gather)
+"""Out of a region, to parts of the sequence."""
+GatherWidth = _paired_function(partial(all_gather, dim=-1), partial(reduce_scatter, dim=-1))
+"""The ranks' columns side by side, of which each goes on with a part."""
+Scatter = _paired_function(split_for_rank, all_gather)
+"""This rank's part of the whole sequence."""
+GatherSequence = _paired_function(all_gather, split_for_rank)
+"""The whole sequence on each rank, of the ranks' parts."""
+ScatterRows = _paired_function(partial(split_for_rank, dim=0), partial(all_gather, dim=0))
+"""This rank's part of all rows."""
+GatherRows = _paired_function(partial(all_gather, dim=0), partial(split_for_rank, dim=0))
+"""All rows on each rank, of the ranks' parts."""

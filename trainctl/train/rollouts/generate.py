@@ -92,11 +92,11 @@ def generate(
         torch.compiler.set_stance("force_eager"),
         engine.whole_weights() if held else nullcontext(),
     ):
-        while process.any(batch.has_work):
+        while process.any(batch.left > 0):
             beat(f"sampling, {batch.left:,} answers left")
             # Each pass gathers weights that are not held, so ranks that are done go on passing.
             for _ in range(PASSES if held else 1):
-                if batch.has_work or not held:
+                if batch.left or not held:
                     batch.advance()
     completions = [each.completion() for each in batch.generated]
     found: list[Completion | None] = [None] * len(rows)
@@ -163,10 +163,6 @@ class _Batch:
     def left(self) -> int:
         """Number of answers that have not ended."""
         return len(self._waiting) + len(self._active)
-
-    @property
-    def has_work(self) -> bool:
-        return self.left > 0
 
     def advance(self) -> None:
         """Make one forward pass: over prompts if a slot is free, else over each last token."""

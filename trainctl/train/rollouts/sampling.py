@@ -49,25 +49,26 @@ class Sampler:
                 logits beyond them too, as the trainer's is.
         """
         scores = (logits.float() / self.temperature).log_softmax(dim=-1)
-        probabilities = self._truncated(scores[:, :vocab_size].exp()).double()
-        # A cumulative sum in order of ids: rounding moves a token's borders, never its place.
-        borders = probabilities.cumsum(dim=-1)
+        # Integers: a sum of floating-point numbers has no fixed order on a GPU. They are summed in
+        # order of ids: rounding moves a token's borders, never its place.
+        shares = (scores[:, :vocab_size].exp().double() * 2.0**52).long()
+        borders = self._truncated(shares).cumsum(dim=-1)
         total = borders[:, -1]
-        place = torch.minimum(numbers * total, total.nextafter(torch.zeros_like(total)))
+        place = torch.minimum((numbers * total).long(), total - 1)
         tokens = torch.searchsorted(borders, place[:, None], right=True)
         tokens = tokens.clamp(max=borders.shape[-1] - 1)  # of NaN it is beyond; the loss tells
         return tokens[:, 0], scores.gather(-1, tokens)[:, 0]
 
-    def _truncated(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """Return the probabilities with zeros in place of those that cannot be drawn."""
-        if 0 < self.top_k < probabilities.shape[-1]:
-            least = probabilities.topk(self.top_k).values[:, -1:]
-            probabilities = probabilities.where(probabilities >= least, 0)
+    def _truncated(self, shares: torch.Tensor) -> torch.Tensor:
+        """Return the shares with zeros in place of those that cannot be drawn."""
+        if 0 < self.top_k < shares.shape[-1]:
+            shares = shares.where(shares >= shares.topk(self.top_k).values[:, -1:], 0)
         if self.top_p < 1:
-            ordered = probabilities.double().sort(dim=-1, descending=True).values
+            ordered = shares.sort(dim=-1, descending=True).values
             before = ordered.cumsum(dim=-1) - ordered
             # Relative to the sum: after `top_k` it is below 1.
             is_kept = before < self.top_p * ordered.sum(dim=-1, keepdim=True)
-            least = ordered.where(is_kept, 2).amin(dim=-1, keepdim=True)
-            probabilities = probabilities.where(probabilities >= least.float(), 0)
-        return probabilities
+            shares = shares.where(
+                shares >= ordered.where(is_kept, ordered[:, :1]).amin(-1, True), 0
+            )
+        return shares

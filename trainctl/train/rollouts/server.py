@@ -74,9 +74,7 @@ class RolloutServer:
         self._url, self._process, self._at_once = url.rstrip("/"), process, at_once
         self._model, self._served = "", [math.nan]  # sums of the weights that it has read
 
-    def send_weights(
-        self, session: Session, beat: Callable[[str], None] = lambda doing: None
-    ) -> None:
+    def send_weights(self, session: Session, beat: Callable[[str], None]) -> None:
         """Write the weights and let the server read them, unless it has the same; on all ranks
         together.
 

@@ -270,12 +270,9 @@ class RolloutData:
         for _ in range(section.dynamic_sampling + 1):
             numbers = range(cursor, cursor + count - len(chosen))
             cursor = numbers.stop
-            for group in self._answered(numbers, known, writer, step):
+            prompts = {number: self._session.training.prompt(number) for number in numbers}
+            for group in self._answered(prompts, section.samples, known, writer, step):
                 (chosen if _has_signal(group) else flat).append(group)
-            if not section.dynamic_sampling:
-                break
-            if len(chosen) == count:
-                break
         without_signal = len(flat) / (cursor - first)
         groups = sorted([*chosen, *flat][:count], key=lambda group: group[0].number)
         rewards = np.array([[each.reward for each in group] for group in groups], np.float32)
@@ -323,7 +320,7 @@ class RolloutData:
         name = session.manifest.get("rollouts", "")
         folder = session.run.rollouts / name
         if session.process.is_first and name:
-            try:
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 plain = read_json(folder / _PHASE_FILE)
                 known = read_answers(folder)
                 prompts, keys = plain["prompts"], map(tuple, plain["answers"])
@@ -334,29 +331,26 @@ class RolloutData:
                 for each, advantage in zip(answers, plain["advantages"], strict=True):
                     each.advantage = advantage
                 found = RolloutPhase(folder=folder, answers=answers, **plain["numbers"])
-            except (OSError, ValueError, KeyError, TypeError):
-                found = None
         return session.process.broadcast_from_first(found)
 
     def _answered(
         self,
-        numbers: range,
+        prompts: Mapping[int, Any],
+        samples: int,
         known: dict[AnswerKey, dict[str, Any]],
-        writer: AnswerWriter,
+        writer: AnswerWriter | None,
         step: int,
     ) -> list[list[JudgedAnswer]]:
-        """Return the answers to some prompts, with their rewards."""
-        section, session = self._section, self._session
-        prompts = {number: session.training.prompt(number) for number in numbers}
-        keys = [(number, sample) for number in numbers for sample in range(section.samples)]
+        """Return the answers to some prompts, `samples` to each, with their rewards."""
+        keys = [(number, sample) for number in prompts for sample in range(samples)]
         missing = [key for key in keys if "ids" not in known.get(key, {})]
         rows = [RolloutRow(prompts[number].ids, number, sample) for number, sample in missing]
         for key, fields in zip(missing, self._generate(rows, writer), strict=True):
             known.setdefault(key, {}).update(fields)
         unjudged = [key for key in keys if "rewards" not in known[key]]
         self._judge(unjudged, prompts, known, writer, step)
-        found = [JudgedAnswer.of(section, key, prompts[key[0]].ids, known[key]) for key in keys]
-        return [found[at : at + section.samples] for at in range(0, len(found), section.samples)]
+        found = [JudgedAnswer.of(self._section, k, prompts[k[0]].ids, known[k]) for k in keys]
+        return [found[at : at + samples] for at in range(0, len(found), samples)]
 
     def _generate(
         self, rows: Sequence[RolloutRow], writer: AnswerWriter | None
@@ -475,14 +469,8 @@ class RolloutData:
             HELD_OUT_NUMBER + index: session.held_out[source].prompt(index)
             for index in range(count)
         }
-        keys = [(number, 0) for number in prompts]
-        rows = [RolloutRow(prompts[number].ids, number, 0) for number, _ in keys]
-        known = dict(zip(keys, self._generate(rows, None), strict=True))
-        self._judge(keys, prompts, known, None, session.progress.step)
-        section = self._section
-        measures = _measures(
-            [JudgedAnswer.of(section, key, prompts[key[0]].ids, known[key]) for key in keys]
-        )
+        groups = self._answered(prompts, 1, {}, None, session.progress.step)
+        measures = _measures([answer for (answer,) in groups])
         if "reward" not in measures:
             return None
         loss = -measures["reward"]
