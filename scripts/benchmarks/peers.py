@@ -140,11 +140,13 @@ class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def _model(plan: RunPlan, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Build the plan's model with the given type, or with that of the plan's weights."""
-    model = AutoModelForCausalLM.from_config(
-        transformers_config(plan.config.model),
-        dtype=dtype or TORCH_TYPES[number_formats(plan.config.precision).weights],
-        attn_implementation=plan.config.model.attention.value,
-    )
+    # A CPU takes a minute to draw a billion weights.
+    with torch.device(get_accelerator().current_device_name()):
+        model = AutoModelForCausalLM.from_config(
+            transformers_config(plan.config.model),
+            dtype=dtype or TORCH_TYPES[number_formats(plan.config.precision).weights],
+            attn_implementation=plan.config.model.attention.value,
+        )
     if plan.config.activation_checkpointing.mode == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainctl.engines.micro_batch import SequencePart
 from trainctl.engines.process import Axis
-from trainctl.engines.ring_attention import Ring, rectangles_of
+from trainctl.engines.ring_attention import Ring, _is_for_cudnn, rectangles_of
 
 SAMPLES, HEADS, KEY_HEADS, WIDTH, CHUNK = 2, 4, 2, 16, 24
 
@@ -84,6 +84,8 @@ def compare(is_masked: bool, device: str = "cpu") -> tuple[float, int]:
     ring = make(Axis(rank, tuple(range(ranks)), dist.group.WORLD), "test")
     ring.rectangles = rectangles_of(rank, ranks, length, begins if is_masked else None)
     mine = [own(each.detach()).to(format, copy=True).requires_grad_() for each in whole]
+    if device != "cpu" and torch.cuda.get_device_capability() >= (9, 0):
+        assert _is_for_cudnn(ring.rectangles[0][0], *mine) != is_masked
     output = ring.attend(*mine, 0.3)
     of_output = own(gradient).to(format)
     with Peak() as peak:

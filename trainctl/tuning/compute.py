@@ -41,7 +41,6 @@ from trainctl.tuning.rates import (
     LOGIT_BYTES,
     MERGED_BYTES,
     ORTHOGONALIZATION_STEPS,
-    RING_FLOPS,
     Rates,
 )
 
@@ -180,12 +179,11 @@ def attention_seconds(
         moved = model.num_attention_heads / tensor * keys * score_bytes / speed.memory
         forward = tokens * (2 * products / speed.wide_products + moved)
         return forward, 2 * forward
-    rate, merged, context = speed.attention, 0.0, config.parallelism.context
+    merged, context = 0.0, config.parallelism.context
     if context > 1:
-        rate = min(rate, RING_FLOPS)
         width = model.num_attention_heads / tensor * shapes.head_dim(model)
         merged = tokens * width * context / speed.memory
-    forward = tokens * products / rate
+    forward = tokens * products / speed.attention
     return forward + MERGED_BYTES * merged, ATTENTION_BACKWARD * forward + ADDED_BYTES * merged
 
 

@@ -71,12 +71,7 @@ ATTENTION_BACKWARD = 2.5
 """Backward over forward products of fused attention, which recomputes its scores: five to two
 (arXiv:2205.14135).
 """
-RING_FLOPS = 350e12
-"""Most FLOP/s of the kernel of ring attention, FlashAttention 2, on an H100 (arXiv:2407.08608; with
-all merging 307 for chunks of 16,384 tokens, scripts/benchmarks/ring_kernels.py). Attention to a
-whole sequence has faster kernels there.
-"""
-MERGED_BYTES, ADDED_BYTES = 26, 10
+MERGED_BYTES, ADDED_BYTES = 18, 10
 """Bytes moved per element of the queries to merge the attention to one rank's keys in fp32, and to
 add its gradient.
 """

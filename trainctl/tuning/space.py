@@ -76,7 +76,7 @@ AXIS_RULES = (
 
 RING_CHUNK = 4096
 """Fewest tokens of a chunk for which context ranks are tried. Keys of 4,096 arrive within the
-attention to those before at 20 GB/s, which a network of 200 Gb/s has; those of 1,024 need 43
+attention to those before at 31 GB/s, which a network of 400 Gb/s has
 (scripts/benchmarks/ring_kernels.py on an H100).
 """
 

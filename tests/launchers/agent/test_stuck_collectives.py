@@ -20,6 +20,7 @@ import pytest
 from trainctl.launchers.agent.flight_records import RankState, find_stuck, rank_names
 from trainctl.launchers.agent.hang_detection import HangDetector, HungRank
 from trainctl.runs.failures import Cause, cause_of, log_tail
+from trainctl.runs.files import write_json
 from trainctl.runs.layout import AttemptPaths
 
 PROGRAM = Path(__file__).parents[2] / "support" / "hanging_ranks.py"
@@ -217,6 +218,22 @@ def test_a_record_without_a_stack_names_no_place() -> None:
     without = RankState(state({}, WAITS).record, [])
     stuck = find_stuck({0: without, 1: state({})})
     assert stuck is not None and "rank 0 entered it by an unknown place" in stuck.sentence
+
+
+def test_a_rank_whose_call_has_just_failed_is_heard_again(tmp_path: Path) -> None:
+    """Asked at that moment it answers that the call is done, as torch counts it."""
+    attempt = AttemptPaths(tmp_path, 1)
+    record = attempt.flight_record(0)
+    record.parent.mkdir(parents=True)
+    for_now, at_its_end = (state(call).record | {"stack": []} for call in ({}, WAITS))
+    write_json(record, for_now)
+    later = threading.Timer(0.3, write_json, (record, at_its_end))
+    later.start()
+    try:
+        stuck = detector(attempt, 2).find_interrupted({0: os.getpid()})
+    finally:
+        later.join()
+    assert stuck is not None and stuck.entered == [0]
 
 
 def test_a_stack_is_looked_for_at_the_end_of_a_log(tmp_path: Path) -> None:

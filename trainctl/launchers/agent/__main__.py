@@ -212,7 +212,7 @@ class Agent:
                     failed,
                     command,
                     host_oom_kills() - oom_kills,
-                    partial(hangs.ask_ranks, alive),
+                    partial(hangs.find_interrupted, alive),
                     uses_trainctl_codes=plan.config.script is None,
                 )
             else:

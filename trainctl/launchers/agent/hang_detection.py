@@ -22,6 +22,8 @@ _CHECK_SECONDS = 1.0
 _ANSWER_SECONDS = 3.0
 _NODES_ANSWER_SECONDS = 10.0
 """Longest wait for the ranks of other nodes, whose agents look once a second."""
+_FAILED_SECONDS = 1.0
+"""Longest wait for a rank whose call has failed to write so."""
 _POLL_SECONDS = 0.05
 _COLLECTIVE = "distributed_c10d.py"
 _MOST_READ = 1 << 20
@@ -97,6 +99,22 @@ class HangDetector:
             self._has_answered = True  # the agent of another node has found a rank silent
             self._signal_ranks(pids)
         return None
+
+    def find_interrupted(self, pids: Mapping[int, int]) -> StuckCollective | None:
+        """Return the collective that the end of a rank has interrupted on others.
+
+        A rank whose call has just failed may answer that no call is open; it writes again, as
+        `write_failed_record` does, before it ends.
+
+        Args:
+            pids: Live ranks of this node.
+        """
+        stuck = find_stuck(self.ask_ranks(pids))
+        deadline = time.monotonic() + _FAILED_SECONDS
+        while stuck is None and pids and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            stuck = find_stuck(self.ask_ranks({}))
+        return stuck
 
     def _last_beat(self, rank: int) -> float:
         beat = self._beats.get(rank)

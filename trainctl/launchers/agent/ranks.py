@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainctl.errors import ExitCode
-from trainctl.launchers.agent.flight_records import RankState, find_stuck
+from trainctl.launchers.agent.flight_records import StuckCollective
 from trainctl.launchers.agent.guard import SignalGuard, terminate_with_builds
 from trainctl.launchers.agent.hang_detection import HangDetector, HungRank
 from trainctl.launchers.agent.rendezvous import NodeRendezvous
@@ -259,14 +259,14 @@ class AgentRecords:
         ended: RankExit,
         command: AttemptCommand,
         oom_kills: int,
-        ask_ranks: Callable[[], Mapping[int, RankState]],
+        find_interrupted: Callable[[], StuckCollective | None],
         *,
         uses_trainctl_codes: bool,
     ) -> int:
         """Record the failed rank, or the rank behind its failure; return the launch's exit code.
 
         Args:
-            ask_ranks: Returns what each rank is doing, for failures of a collective.
+            find_interrupted: Returns the collective that the others wait in, for a failure of one.
         """
         rank, return_code = ended.rank, ended.return_code
         where: dict[str, Any] = {"pid": ended.pid}
@@ -286,7 +286,7 @@ class AgentRecords:
         )
         cause = Cause(fields["cause"])
         code = exit_code(return_code, cause, uses_trainctl_codes=uses_trainctl_codes)
-        stuck = find_stuck(ask_ranks()) if cause.is_of_collective else None
+        stuck = find_interrupted() if cause.is_of_collective else None
         if stuck is not None:
             fields |= {
                 "message": f"{fields['message']}; {stuck.sentence}",
