@@ -6,11 +6,13 @@ import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
+from trainctl.config import registry
 from trainctl.hardware.detect import visible_devices
 
 # No example is late: how long one takes says more of the machine than of the code.
@@ -34,6 +36,19 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module")
+def own_options() -> Iterator[None]:
+    """Options of the folder `support/own_options`, here and on the ranks."""
+    caches = (registry.list_kinds, registry.load_spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(registry.FOLDER_VARIABLE, str(Path(__file__).parent / "support/own_options"))
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.fixture(scope="session")

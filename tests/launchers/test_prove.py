@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from commands import TINY
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
 import trainctl as tc
-from trainctl.config import registry
 from trainctl.errors import ExitCode
 from trainctl.launchers.comparison import FACTOR, Comparison, Verdict, compare
 from trainctl.launchers.replay import copy_run
@@ -25,7 +23,6 @@ from trainctl.runs.replays import RecordingSettings, request_replay
 
 pytestmark = pytest.mark.slow
 
-OWN = Path(__file__).parents[1] / "support" / "own_options"
 SETTINGS = {"steps": 8, "evaluation_samples": 0, "sequence_length": 32, "sample_tokens": 0}
 CHECKPOINT, REPLAYED = 4, 2
 
@@ -75,15 +72,8 @@ def config_of(fault: str = "", **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def replayed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replayed]:
-    caches = (registry.list_kinds, registry.load_spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(registry.FOLDER_VARIABLE, str(OWN))
-        for cache in caches:
-            cache.cache_clear()
-        yield replay_all(tmp_path_factory.mktemp("proof"))
-    for cache in caches:
-        cache.cache_clear()
+def replayed(tmp_path_factory: pytest.TempPathFactory, own_options: None) -> Replayed:
+    return replay_all(tmp_path_factory.mktemp("proof"))
 
 
 def replay_all(folder: Path) -> Replayed:

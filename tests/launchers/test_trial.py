@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import objective_cases
 import pytest
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases, with_stop
 
-from trainctl.config import registry
 from trainctl.config.compose import compose
 from trainctl.config.reading import read_json
 from trainctl.errors import StoppedBySignal
@@ -33,7 +31,6 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.replays import SearchSettings, TrialSettings, request_replay
 
-OWN = Path(__file__).parents[1] / "support" / "own_options"
 SETTINGS = {
     "steps": 6,
     "evaluation_samples": 0,
@@ -80,16 +77,11 @@ BROKEN: dict[str, tuple[str, int, dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def tried(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[dict[str, Any]]]]:
+def tried(
+    tmp_path_factory: pytest.TempPathFactory, own_options: None
+) -> dict[str, list[dict[str, Any]]]:
     """What the ranks wrote of each case."""
-    caches = (registry.list_kinds, registry.load_spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(registry.FOLDER_VARIABLE, str(OWN))
-        for cache in caches:
-            cache.cache_clear()
-        yield try_all(tmp_path_factory.mktemp("trial"))
-    for cache in caches:
-        cache.cache_clear()
+    return try_all(tmp_path_factory.mktemp("trial"))
 
 
 def config_of(fault: str = "", **changes: Any) -> Any:

@@ -20,20 +20,9 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
 from trainctl.runs.records import read_events
 
-OWN = Path(__file__).parents[1] / "support" / "own_options"
+pytestmark = pytest.mark.usefixtures("own_options")
+
 HALF, STEPS = 2, 4
-
-
-@pytest.fixture(autouse=True)
-def own_options(monkeypatch: pytest.MonkeyPatch):
-    """Options of the folder `own_options`, here and on the ranks."""
-    caches = (registry.list_kinds, registry.load_spec)
-    monkeypatch.setenv(registry.FOLDER_VARIABLE, str(OWN))
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 def config_of(callbacks: dict[str, Any], **changes: Any) -> RunConfig:
@@ -106,7 +95,7 @@ def test_gradients_match_a_plain_computation(tmp_path: Path, stage: int) -> None
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (OWN.parents[2] / "docs" / "callbacks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text()
     for ending in ("py", "yaml"):
         example = (EXAMPLES / "callbacks" / f"per_parameter.{ending}").read_text()
         assert f"callbacks/per_parameter.{ending}\n{example}```" in page

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,12 @@ def check_mlflow(run: RunPaths) -> None:
     assert parameters["config.launcher.environment.HF_TOKEN"] == "${oc.env:HF_TOKEN}"
 
 
+def forget_last_parameters(database: Path) -> None:
+    """Leave what MLflow has if its first sender is killed between two batches of parameters."""
+    with closing(sqlite3.connect(database)) as connection, connection:
+        assert connection.execute("delete from params where key like 'config.l%'").rowcount > 0
+
+
 def check_trackio(run: RunPaths) -> None:
     logs, config = json.loads(tracker(TRACKIO))
     found: Curves = {}
@@ -249,6 +257,8 @@ def test_each_step_once_over_a_kill_a_resume_elsewhere_and_rewinds(
     time.sleep(random.Random(name).random() * 2)
     follower.kill()  # as the launcher was
     follower.communicate()
+    if name == "mlflow":
+        forget_last_parameters(run.root.parent / "mlflow.db")
     append(run, second[len(second) // 2 :])
     finished(run)
     for _ in range(2):  # the second time there is nothing to send

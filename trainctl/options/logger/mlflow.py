@@ -73,11 +73,10 @@ class Server:
 
     def open(self, branch: int) -> int | None:
         found = self._runs(branch)
-        known = {mlflow_name(name): value for name, value in flatten(self._followed.about)}
         if found:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
-            self._tag_what_changed(found[0].data.params, known)
+            self._log_facts(found[0].data.params)
             return None
         tags = {RUN_TAG: self._followed.id, BRANCH_TAG: str(branch), **self._followed.keys.tags}
         created = self._followed.about["run"]["created"]
@@ -85,11 +84,7 @@ class Server:
             self._experiment, int(created * 1000), tags, run_name=self._followed.name
         )
         self._run = made.info.run_id
-        from mlflow.entities import Param
-
-        parameters = [Param(name, _parameter_text(value)) for name, value in known.items()]
-        for some in _in_parts(parameters, _PARAMETERS_AT_ONCE):
-            self._client.log_batch(self._run, params=some)
+        self._log_facts({})
         return None
 
     def send(self, points: Sequence[Point]) -> None:
@@ -142,22 +137,28 @@ class Server:
             which += f" and tags.`{BRANCH_TAG}` = '{branch}'"
         return list(self._client.search_runs([self._experiment], which))
 
-    def _tag_what_changed(self, before: Mapping[str, str], known: Mapping[str, Any]) -> None:
-        """Record changed facts as tags: a resume may change the configuration, and parameters are
-        fixed.
+    def _log_facts(self, logged: Mapping[str, str]) -> None:
+        """Log what is known of the run as parameters. A resume may change it, and parameters are
+        fixed: changes are tags.
+
+        Args:
+            logged: Parameters that MLflow has, not all if their sender was killed.
         """
-        for name, value in known.items():
-            if before.get(name) != _parameter_text(value):
-                self._client.set_tag(self._run, f"changed.{name}", _parameter_text(value))
+        from mlflow.entities import Param
+
+        facts = flatten(self._followed.about)
+        texts = {mlflow_name(name): str(value)[:_PARAMETER_LENGTH] for name, value in facts}
+        missing = [Param(name, text) for name, text in texts.items() if name not in logged]
+        for some in _in_parts(missing, _PARAMETERS_AT_ONCE):
+            self._client.log_batch(self._run, params=some)
+        for name in logged.keys() & texts.keys():
+            if logged[name] != texts[name]:
+                self._client.set_tag(self._run, f"changed.{name}", texts[name])
 
 
 def mlflow_name(name: str) -> str:
     """Return a name in MLflow's syntax: a relative path of words, at most `_NAME_LENGTH` long."""
     return posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", f"/{name}")).strip("/")[:_NAME_LENGTH]
-
-
-def _parameter_text(value: Any) -> str:
-    return str(value)[:_PARAMETER_LENGTH]
 
 
 def _in_parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
