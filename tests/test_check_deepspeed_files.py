@@ -74,7 +74,7 @@ def test_each_file_is_checked_imported_and_loaded(tmp_path):
 
 @pytest.mark.slow
 def test_no_break_of_a_rule_is_unexplained(tmp_path):
-    cases = [case for case in every_break(3) if not case.get("stages")]
+    cases = [case for case in every_break(3) if not case.get("stages")][::2]
     files = {f"{n:03}-{case['breaks']}": case["json"] for n, case in enumerate(cases)}
     written(tmp_path, files)
     code, text = run(tmp_path, "--quiet")

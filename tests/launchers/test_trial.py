@@ -38,6 +38,7 @@ SETTINGS = {
     "sample_tokens": 0,
     "global_batch_size": 12,
     "training__deterministic": True,
+    "model__num_layers": 3,
 }
 STEP, CHECKPOINT = 4, 2
 

@@ -92,7 +92,7 @@ def tiny_config(**changes: Any) -> RunConfig:
         vocab_size=260,
         hidden_size=64,
         intermediate_size=176,
-        num_layers=3,
+        num_layers=2,
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )

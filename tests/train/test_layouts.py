@@ -27,6 +27,7 @@ STEPS = 4
 
 
 def clipped(family="llama", stage=1, **changes):
+    changes = {"model__num_layers": 3, **changes}
     if family == "gpt2":
         changes = {"model__num_key_value_heads": None, **changes}
     return tiny_config(

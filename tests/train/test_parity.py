@@ -28,7 +28,7 @@ from parity_cases import (
     train_all,
 )
 
-FEW, OF_DEEP, IN_BF16 = 4, 6, 15
+FEW, OF_DEEP, IN_BF16 = 3, 4, 15
 """Steps; in bf16 enough of them that rounding errors are measurable as the reference spread."""
 TOKENS, LONG_TOKENS, TOKENS_OF_LARGE_IN_BF16 = 32, 128, 16
 """Tokens of a sample."""

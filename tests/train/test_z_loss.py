@@ -72,7 +72,7 @@ def test_every_path_of_the_loss(runs, reference, path):
 
 def test_it_changes_the_curve_and_without_it_nothing_is_recorded(tmp_path, runs, reference):
     plain = plain_torch(penalized(z_loss=0.0), tmp_path / "plain", steps=STEPS)
-    assert abs(plain.curve[STEPS][0] - reference.curve[STEPS][0]) > 1e-3
+    assert abs(plain.curve[STEPS][0] - reference.curve[STEPS][0]) > 2e-4
     assert all("z_loss" not in event for event in read_events(runs["none"].events))
     for step, (loss, norm) in curve(runs["none"]).items():
         assert (loss, norm) == pytest.approx(plain.curve[step], rel=2e-5)

@@ -82,8 +82,8 @@ def test_what_differs_is_said_with_both_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"model__num_layers": 4}, r"lacks model\.layers\.3"),
-        ({"model__num_layers": 2}, r"the model has no model\.layers\.2"),
+        ({"model__num_layers": 3}, r"lacks model\.layers\.2"),
+        ({"model__num_layers": 1}, r"the model has no model\.layers\.1"),
         ({"model__intermediate_size": 128}, r"has shape \[64, 176\], the model's is \[64, 128\]"),
         ({"model__tie_word_embeddings": False}, r"lacks lm_head\.weight"),
         ({"optimizer__kind": "lion"}, "optimizer=lion has exp_avg|exp_avg_sq"),
