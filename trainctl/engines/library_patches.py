@@ -148,19 +148,25 @@ _TORCH_USES = (
         RING,
         *(
             called(
-                f"torch._meta_registrations:meta__scaled_dot_product_flash_{kernel}, scale=None)",
+                f"torch._meta_registrations:meta__scaled_dot_product_{kernel}, scale=None)",
                 "ring attention merges blocks by the log-sum-exp that fused kernels return",
-                names=(f"_scaled_dot_product_flash_attention{name}",),
+                names=(f"_scaled_dot_product_{name}",),
             )
             for name, kernel in {
-                "_for_cpu": "attention_for_cpu(query, key, value, dropout_p=0.0, is_causal=False, "
-                "attn_mask=None",
-                "_for_cpu_backward": "attention_for_cpu_backward(grad_out, query, key, value, out, "
-                "logsumexp, dropout_p, is_causal, attn_mask=None",
-                "": "attention(query, key, value, dropout_p=0.0, is_causal=False, "
-                "return_debug_mask=False",
-                "_backward": "backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, "
-                "cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset",
+                "flash_attention_for_cpu": "flash_attention_for_cpu(query, key, value, "
+                "dropout_p=0.0, is_causal=False, attn_mask=None",
+                "flash_attention_for_cpu_backward": "flash_attention_for_cpu_backward(grad_out, "
+                "query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=None",
+                "flash_attention": "flash_attention(query, key, value, dropout_p=0.0, "
+                "is_causal=False, return_debug_mask=False",
+                "flash_attention_backward": "flash_backward(grad_out, query, key, value, out, "
+                "logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, "
+                "philox_offset",
+                "cudnn_attention": "cudnn_attention(query, key, value, attn_bias, "
+                "compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False",
+                "cudnn_attention_backward": "cudnn_backward(grad_out, query, key, value, out, "
+                "logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q, "
+                "max_k, dropout_p, is_causal",
             }.items()
         ),
     ),
