@@ -48,6 +48,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 
 
+@pytest.mark.slow
 def test_bash(tmp_path: Path) -> None:
     for name in ("config.yaml", "run.json"):
         path = tmp_path / "runs" / "mine" / name

@@ -87,6 +87,7 @@ def _nothing_ran(folder: Path) -> None:
     assert not ran.exists(), ran.read_text()
 
 
+@pytest.mark.slow
 def test_python_dash_m_trainctl_imports_nothing_from_the_folder(hostile: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         ended = list(pool.map(lambda words: finish(start(*words, cwd=hostile)), QUICK))

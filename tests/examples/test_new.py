@@ -55,6 +55,7 @@ def test_the_page_shows_every_example() -> None:
             )
 
 
+@pytest.mark.slow
 def test_the_tests_that_it_writes_pass() -> None:
     launches(Path())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]

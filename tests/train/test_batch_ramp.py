@@ -136,6 +136,7 @@ def test_every_layout_changes_at_the_same_step(tmp_path, by_hand, names):
         assert_close(run, by_hand)
 
 
+@pytest.mark.slow
 def test_a_schedule_in_tokens_follows_the_tokens_seen(tmp_path):
     """bf16, ZeRO 1; half of the decay is at half of the tokens, not of the steps."""
     config = ramped(1, DataType.bf16)

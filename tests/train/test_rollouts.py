@@ -96,7 +96,8 @@ def test_training_goes_on_as_without_rollouts(found: dict[str, Rollouts], tmp_pa
 @pytest.mark.parametrize("layout", ["ZeRO 2", "ZeRO 3", "fsdp2", "tensor ranks"])
 def test_a_rollout_takes_the_memory_that_the_budget_says(layout: str, tmp_path: Path) -> None:
     """Allocations while answers are generated against the phase `rollout`."""
-    plan = plan_of(layout, model__intermediate_size=512, model__hidden_size=128)
+    shape = {"intermediate_size": 512, "hidden_size": 128, "num_layers": 3}
+    plan = plan_of(layout, **{f"model__{name}": size for name, size in shape.items()})
     (one, *_) = train_cases(2, [Case(plan, RunPaths(tmp_path))], probe="rollout_probe:memory")
     plan.config.objective = new_section(
         "objective",

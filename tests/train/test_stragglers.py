@@ -49,7 +49,11 @@ def test_real_ranks(tmp_path: Path) -> None:
     ends[3] = ends[1] + straggler_probe.steps_of(3)
     for attempt, (stage, end) in enumerate(ends.items(), 1):
         config = tiny_config(
-            steps=ends[3], evaluation_samples=0, sequence_length=32, zero_stage__stage=stage
+            steps=ends[3],
+            evaluation_samples=0,
+            sequence_length=32,
+            zero_stage__stage=stage,
+            model__num_layers=3,
         )
         config.checkpoint.every_steps = straggler_probe.SAVES_EVERY
         config.checkpoint.at_end = False

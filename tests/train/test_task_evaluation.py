@@ -130,7 +130,7 @@ LAYOUTS = {
     "expert": {"parallelism__expert": 2},
     "compiled": {"kernels__compile": "blocks"},
 }
-SLOW = ("expert", "compiled")
+SLOW = ("zero0", "tensor", "expert", "compiled")
 
 
 @pytest.mark.parametrize(
