@@ -53,6 +53,7 @@ def sampling(prompts: Path, **changes: Any) -> Any:
     return tiny_config(
         **{
             "steps": STEPS,
+            "model__num_layers": 3,
             "sequence_length": 64,
             "global_batch_size": BATCH,
             "gradient_accumulation_steps": None,

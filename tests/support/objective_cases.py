@@ -172,6 +172,7 @@ def config_of(row: str, folder: Path, *, steps: int, **changes: Any) -> RunConfi
         "checkpoint__at_end": False,
         "zero_stage__stage": 0,
         "objective__kind": kind,
+        "model__num_layers": 3,
     }
     takes = objective_of(tiny_config(objective__kind=kind).objective).takes
     if takes is not SampleKind.text:
