@@ -83,7 +83,7 @@ def test_the_curve_matches_trl(tmp_path):
     theirs = train_with_trl("kto", tmp_path / "model", file, steps=steps, rate=rate, **options)
     ours = records(run, "step")
     compare_steps(ours, theirs, first_within=1e-5)
-    assert max(each["kl"] for each in theirs) > 0.5
+    assert max(each["kl"] for each in theirs) > 1
     for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         for name, theirs_name in (("margin", "rewards/margins"), ("kl", "kl")):
             assert our["objective"][name] == pytest.approx(their[theirs_name], abs=2e-3), number
