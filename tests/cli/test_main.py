@@ -159,11 +159,12 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_a_closed_pipe_of_a_table_is_no_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["runs", "ls"], ["runs", "logs", "--help"]], ids=" ".join)
+def test_a_closed_pipe_of_a_table_or_help_is_no_error(tmp_path: Path, words: list[str]) -> None:
     create_run(RunConfig(), root=tmp_path / "runs")
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "trainctl", "runs", "ls"]
+    command = [sys.executable, "-m", "trainctl", *words]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")

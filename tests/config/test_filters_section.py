@@ -6,7 +6,7 @@ import pytest
 
 from trainctl.config.compose import compose, compose_leniently, recompose
 from trainctl.config.json_schema import option_schema
-from trainctl.readers.quality import filters_of, has_quality_rules
+from trainctl.readers.quality import filters_of
 
 OF_FILES = ["data=files", "data.paths=[a]"]
 
@@ -17,7 +17,7 @@ def test_a_filter_is_there_when_it_is_named() -> None:
     assert data.filters == {"gopher_quality": {"min_words": 40}, "c4": {}}
     gopher, c4 = filters_of(data).values()
     assert (gopher.min_words, gopher.min_stop_words, c4.min_sentences) == (40, 2, 5)
-    assert has_quality_rules(data) and not has_quality_rules(compose(OF_FILES).config.data)
+    assert data.has_quality_rules and not compose(OF_FILES).config.data.has_quality_rules
 
 
 def test_keys_are_set_one_by_one_and_null_takes_a_filter_out() -> None:
@@ -25,7 +25,7 @@ def test_keys_are_set_one_by_one_and_null_takes_a_filter_out() -> None:
     changed = recompose(saved, ["data.filters.gopher_quality.max_words=70"]).config.data
     assert changed.filters == {"gopher_quality": {"min_words": 40, "max_words": 70}}
     without = recompose(saved, ["data.filters.gopher_quality=null"]).config.data
-    assert filters_of(without) == {} and not has_quality_rules(without)
+    assert filters_of(without) == {} and not without.has_quality_rules
     assert recompose(saved, ["data=stdlib"]).config.data.filters == {}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executor_cases import DOCUMENTS, contents, plant, prepare
+from executor_cases import DOCUMENTS, contents, plant, prepare, statistics
 
 from trainctl.data import executors
 from trainctl.data.executors import ExecutorTask, require_results, slurm
@@ -66,6 +66,7 @@ def test_a_ray_cluster_that_loses_a_node_makes_what_one_process_makes(
         assert prepare(monkeypatch, tmp_path / "texts", where, *asked) == alone
         killer.join(1)
         assert len(killed) == 1
+        assert statistics(tmp_path / "texts", *asked) == statistics(tmp_path / "texts")
         refused_by_ray(monkeypatch, tmp_path, asked)
         assert not ray.is_initialized()
         ray.init(cluster.address)  # as a user's program has it
@@ -98,8 +99,8 @@ def refused_by_ray(monkeypatch: pytest.MonkeyPatch, folder: Path, asked: list[st
     """A user's mistake is reported as by one process, and nothing finished is done again."""
     shown: list[PreparationProgress] = []
     before = contents(folder / "ray")
-    assert prepare(monkeypatch, folder / "texts", folder / "ray", *asked) == before
-    assert not shown
+    again = prepare(monkeypatch, folder / "texts", folder / "ray", *asked, progress=shown.append)
+    assert again == before and not shown
     with (folder / "texts" / "one.jsonl").open("ab") as stream:
         stream.write(b'{"text": "\xff"}\n')
     said = []
@@ -217,7 +218,7 @@ def test_what_ray_lacks_is_named(
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     monkeypatch.setattr("trainctl.data.executors.ray._require_listener", lambda address: None)
     for message in (
-        "no Ray cluster at .*head:1: ConnectionError: the client was disconnected",
+        "the Ray cluster at .*head:1 was lost: ConnectionError: the client was disconnected",
         "the process of a could not import trainctl: ModuleNotFoundError: trainctl",
     ):
         with pytest.raises(TrainctlError, match=message) as caught:
@@ -225,7 +226,7 @@ def test_what_ray_lacks_is_named(
         assert caught.value.exit_code is ExitCode.environment
         fake.wait = lambda found, **_: (found, [])
     assert settings["runtime_env"]["env_vars"]["RAYON_NUM_THREADS"] == "1"
-    assert not capsys.readouterr().err  # nothing is reserved where the head has no CPUs
+    assert "the cluster has 0 CPUs, and a task takes 1" in capsys.readouterr().err
 
 
 def test_a_result_that_appears_late_is_waited_for(

@@ -137,6 +137,7 @@ def test_inside_a_job_a_step_is_started() -> None:
         ("launcher.slurm_modules=['-x']", "/r", "TC160"),
         ("launcher.slurm_options=['-pfoo']", "/r", "TC160"),
         ("launcher.slurm_options=['--wrap=`id`']", "/r", "TC160"),
+        ("launcher.slurm_options=['--arr=0-3','--nodelist=a']", "/r", "TC512"),
         ("launcher.slurm_partition=a", "/r\n#SBATCH --wrap=id", "TC161"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from fnmatch import fnmatchcase
@@ -55,6 +56,7 @@ HONEST: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 2": (4, {"parallelism__tensor": 2}),
     "pipeline 2": (4, {"parallelism__pipeline": 2, "zero_stage__stage": 1}),
     "sequence 2": (4, {"parallelism__sequence": 2, "zero_stage__stage": 2}),
+    "context 2": (4, {"parallelism__context": 2, "zero_stage__stage": 2}),
 }
 BROKEN: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "weight": ("weight", 3, {"zero_stage__stage": 1}, f"its weight {UP} differs"),
@@ -329,3 +331,16 @@ def test_what_leaves_a_device_out(
     faulty = FaultyDevice(number, f"node{number // 8}", 3, "its loss differs")
     assert exclusion(plan, DeviceComparison(TrialVerdict.named, (faulty,))) == override
     assert not exclusion(plan, DeviceComparison(TrialVerdict.undecided, (faulty,)))
+
+
+def test_the_override_that_leaves_two_devices_out_is_accepted(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node0 slots=10\nnode1 slots=10\nnode2 slots=10\n")
+    for before, out in (([], "node1:3,4"), (["launcher.exclude=node2"], "node2@node1:3,4")):
+        asked = ["recipe=125m", *(each.format(hosts=hosts) for each in SSH)]
+        composed = compose([*asked, *before, *([] if before else ["launcher.include=node0@node1"])])
+        plan = resolve(composed.config, resolve_hardware(composed.config.hardware)).plan
+        assert plan is not None
+        faulty = tuple(FaultyDevice(8 + n, "node1", n, "its loss differs") for n in (3, 4))
+        text = exclusion(plan, DeviceComparison(TrialVerdict.named, faulty))
+        assert compose([*asked, *shlex.split(text)]).config.launcher.exclude == out

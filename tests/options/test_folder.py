@@ -182,6 +182,16 @@ def test_a_file_that_is_no_option_is_named(trainctl, folder, name, text, message
     assert message in trainctl(*trust, expect=2 if name == "adamw" else 4).stderr
 
 
+def test_an_objective_stores_what_a_run_computes(trainctl, folder: Path) -> None:
+    file = folder / "options" / "objective" / "own.py"
+    file.parent.mkdir()
+    base = "from trainctl.options.objective import Objective\n"
+    file.write_text(f"{base}SPEC = Objective(name='own', stored=('reference', 'mine'))\n")
+    trust = ("--trust-code", "validate", "--config-dir", "own", "recipe=tiny", "objective=own")
+    said = trainctl(*trust, expect=4).stderr
+    assert "own.py cannot be used: ValueError: stored=mine" in said
+
+
 def test_what_builds_it_has_to_be_there(trainctl, folder: Path) -> None:
     file = folder / "options" / "optimizer" / "signum.py"
     file.write_text(re.sub(r"build=build", 'build="nope"', file.read_text()))

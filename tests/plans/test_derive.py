@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import config_with, gpus
 
-from trainctl.config.schema import ParallelismConfig, ScheduleConfig, TrainingConfig
+from trainctl.config.schema import (
+    ObjectiveConfig,
+    ParallelismConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from trainctl.options.objective.grpo import GrpoConfig
 from trainctl.plans.derive import (
     derive_batch,
     derive_mesh,
@@ -148,8 +154,18 @@ def test_the_data_axis_takes_what_is_left(tensor, pipeline, sequence, data):
 def test_a_token_budget_is_met_by_the_fewest_steps(tokens, global_batch, length):
     training = TrainingConfig(tokens=tokens, global_batch_size=global_batch, sequence_length=length)
     batch, _ = derive_batch(training, 1)
-    steps, _ = derive_total_steps(training, Batches.of((), batch))
+    steps, _ = derive_total_steps(training, Batches.of((), batch), ObjectiveConfig())
     assert (steps - 1) * batch.tokens_per_step < tokens <= steps * batch.tokens_per_step
+
+
+@given(samples=st.integers(1, 10**6), global_batch=sizes, answers=st.integers(2, 64))
+def test_two_epochs_draw_each_sample_twice_with_all_its_answers(samples, global_batch, answers):
+    tokens = 512 * samples + 1
+    training = TrainingConfig(steps=None, epochs=2.0, epoch_tokens=tokens, sequence_length=512)
+    training.global_batch_size = global_batch
+    batch, _ = derive_batch(training, 1)
+    steps, _ = derive_total_steps(training, Batches.of((), batch), GrpoConfig(samples=answers))
+    assert (steps - 1) * global_batch < 2 * samples * answers <= steps * global_batch
 
 
 @given(total=st.integers(0, 10**6), fraction=st.floats(0, 1))

@@ -87,7 +87,7 @@ def test_the_command_prints_it_and_refuses_what_is_no_size(
     assert run(["data", "plan", "recipe=tiny", *less, "--scale", "10T"]) == 0
     shown = capsys.readouterr().out
     assert "10 T tokens" in shown and "assemble" in shown and "decide: " in shown
-    assert "300 core s/GB of text" in shown
+    assert "300 core s/GB of text" in shown and "a second" in shown
     assert found["limits"][0] not in shown
     for bad in ("10X", "0", "-1", "1e12", "9" * 30):
         assert run(["data", "plan", "--scale", bad]) == ExitCode.bad_input

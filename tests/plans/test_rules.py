@@ -846,6 +846,15 @@ ERRORS = [
             ),
             ({"objective__kl_weight": 0.1}, "keeps only below an adapter", "adapter=lora"),
             (
+                {
+                    "objective__kl_weight": 0.1,
+                    "adapter__kind": "lora",
+                    "adapter__also_train": ["head", "embeddings"],
+                },
+                "adapter.also_train=[head, embeddings] trains some of them",
+                "adapter.also_train=[]",
+            ),
+            (
                 {"training__batch_ramp": [{"until_steps": 2, "global_batch_size": 8}]},
                 "training.batch_ramp with objective=grpo is not supported",
                 "training.batch_ramp=[]",
@@ -910,9 +919,17 @@ ERRORS = [
             hint,
         )
         for weights, message, hint in (
-            ([1.0], "has 1 numbers, and objective.outputs=2", "objective.outputs=1"),
+            ([1.0], "has 1 numbers, and objective.outputs=2", "a weight for each of 2 classes"),
+            ([1.0] * 3, "has 3 numbers, and objective.outputs=2", "objective.outputs=3, or"),
             ([1.0, -0.5], "has -0.5, and a weight is 0 or more", "0 leaves"),
         )
+    ),
+    (
+        "TC516",
+        {"objective__kind": "masked", "objective__random_share": 0.3},
+        gpus(),
+        "objective.mask_share=0.8 and objective.random_share=0.3 are more than all",
+        "objective.random_share=0.2",
     ),
     ("TC490", {"objective__kind": "grpo"}, gpus(), "objective.rewards has none", "exact_answer"),
     *(
@@ -964,7 +981,7 @@ ERRORS = [
         "a document of a record would see the one before it",
         "data.mask_documents=true",
     ),
-    ("TC393", {**mixed(), "objective__kind": "dpo"}, gpus(), "records of several sources", "paths"),
+    ("TC393", {**mixed(), "objective__kind": "dpo"}, gpus(), "those of one source", "paths"),
     (
         "TC393",
         mixed(prose={"kind": "preferences"}),
@@ -1011,6 +1028,19 @@ ERRORS = [
             f"experts.{name}=0, or parallelism.{axis}=1",
         )
         for name, axis in (("auxiliary_loss", "sequence"), ("z_loss", "pipeline"))
+    ),
+    (
+        "TC391",
+        {
+            **EXPERTS,
+            "parallelism__expert": 1,
+            "experts__z_loss": 0.1,
+            "parallelism__tensor": 2,
+            "parallelism__sequence_sharded_norms": True,
+        },
+        gpus(8),
+        "experts.z_loss=0.1 with parallelism.sequence_sharded_norms=true",
+        "parallelism.sequence_sharded_norms=false",
     ),
     (
         "TC031",
@@ -2222,6 +2252,7 @@ WARNINGS = [
         "nothing keeps the 8 experts equally busy",
     ),
     ("TC099", {"experts__z_loss": 0.1}, gpus(), "experts.z_loss=0.1 has no effect"),
+    ("TC099", {"data__sort_bytes": 1 << 20}, gpus(), "data.filters or data.decontaminate"),
     ("TC018", {**MUP, "gradients__clip_value": 0.1}, gpus(1), "1 / 2 of the base's"),
     ("TC018", {**MUP, "gradients__noise": 0.1}, gpus(1), "gradients.noise=0.1 with"),
     ("TC024", {"schedule__warmup_steps": 101}, gpus(), "longer than the run of 100 steps"),

@@ -15,6 +15,7 @@ PROMISED = (
     "tiny 125m 1b-zero1 7b-zero2 7b-zero3 7b-zero3-offload 7b-zero3-nvme 13b-zero3 "
     "70b-zero3-nodes 70b-3d 8b-long-context "
     "sft-tiny sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g sft-70b-qlora-1x80g "
+    "multi-token-tiny process-reward-tiny "
     "reward-tiny reward-8b-8x80g classify-tiny classify-0.6b-1x24g "
     "contrastive-tiny contrastive-7b-lora-8x80g "
     "dpo-8b-lora kto-tiny masked-tiny distill-tiny distill-1b-8x80g grpo-tiny grpo-8b-8x80g"
@@ -32,6 +33,8 @@ DEVICES = {
     "70b-3d": 64,
     "8b-long-context": 8,
     "dpo-8b-lora": 1,
+    "multi-token-tiny": 2,
+    "process-reward-tiny": 2,
     "reward-tiny": 2,
     "reward-8b-8x80g": 8,
     "classify-tiny": 2,

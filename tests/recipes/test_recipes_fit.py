@@ -16,6 +16,9 @@ PEAKS = {
     "distill-1b-8x80g": 23.7,
     "reward-8b-8x80g": 36.9,
     "classify-0.6b-1x24g": 11.7,
+    "grpo-8b-8x80g": 59.5,
+    "contrastive-7b-lora-8x80g": 18.1,
+    "dpo-8b-lora": 32.1,
 }
 """Peak of each recipe on one device, in GiB."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from executor_cases import contents, plant, prepare
+from executor_cases import contents, plant, prepare, statistics
 
 from trainctl.data.executors import ExecutorTask, slurm
 from trainctl.errors import ExitCode, TrainctlError
@@ -27,14 +27,15 @@ def test_array_jobs_make_what_one_process_makes_and_name_what_failed(
     options = "data.executor_options=['--cpus-per-task=1']"
     alone = prepare(monkeypatch, tmp_path / "texts", tmp_path / "alone", workers=1)
     where = tmp_path / "100%"
-    jobs = cluster.run("squeue", "--states=all", "-h", "-o%i").split()
     made = prepare(monkeypatch, tmp_path / "texts", where, *asked, options, workers=2)
     assert made == alone
     listed = cluster.run("squeue", "--states=all", "-h", "-r", "-o%P %j").splitlines()
     more = [line.split()[0] for line in listed if "trainctl-data-slurm-" in line]
     assert more.count("low") >= 8 and set(more) == {"low"}  # four steps of two tasks each
     assert prepare(monkeypatch, tmp_path / "texts", where, *asked, workers=2) == alone
-    assert len(cluster.run("squeue", "--states=all", "-h", "-o%i").split()) >= len(jobs)
+    now = cluster.run("squeue", "--states=all", "-h", "-r", "-o%P %j").splitlines()
+    assert set(now) <= set(listed)  # no other array; Slurm forgets old ones
+    assert statistics(tmp_path / "texts", *asked) == statistics(tmp_path / "texts")
 
     monkeypatch.setattr(slurm, "PATIENCE_SECONDS", 0.5)
     executor = slurm.SlurmExecutor(workers=2)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trainctl.cli.main import run
 from trainctl.config.compose import compose
 from trainctl.data import tasks
 from trainctl.data.corpora import build_corpora
@@ -46,19 +50,32 @@ def prepare(
     """Prepare the corpus in about 20 tasks, and return the files of the cache."""
     monkeypatch.setattr(tasks, "TASK_BYTES", 50_000)
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(cache))
+    config = compose([*settings(texts), *overrides]).config
+    build_corpora(config, ByteTokenizer(), progress, workers=workers)
+    return contents(cache)
+
+
+def settings(texts: Path) -> list[str]:
+    """Return the overrides of a configuration with the two sources."""
     filters = "filters: {gopher_quality: {min_words: 35, min_stop_words: null}}"
     sources = ", ".join(
         f"{name}: {{paths: [{texts}/{name}.jsonl], weight: 1, {filters}}}"
         for name in ("one", "two")
     )
-    config = compose(
-        [
-            *("recipe=tiny", f"data.sources={{{sources}}}", "data.dedup=minhash"),
-            *("data.decontaminate=[held_out]", "data.sort_bytes=1048576", *overrides),
-        ]
-    ).config
-    build_corpora(config, ByteTokenizer(), progress, workers=workers)
-    return contents(cache)
+    return [
+        *("recipe=tiny", f"data.sources={{{sources}}}", "data.dedup=minhash"),
+        *("data.decontaminate=[held_out]", "data.sort_bytes=1048576"),
+    ]
+
+
+def statistics(texts: Path, *overrides: str) -> dict[str, Any]:
+    """Return what `data stats` prints of the corpora in the cache."""
+    command = ["data", "stats", *settings(texts), *overrides, "--json"]
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        assert run(command) == 0
+    found: dict[str, Any] = json.loads(shown.getvalue())
+    return found
 
 
 def contents(cache: Path) -> dict[str, bytes]:

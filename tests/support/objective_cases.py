@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -87,7 +88,8 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
         "objective__max_answer_tokens": 16,
         "objective__normalize_by": "tokens",
         "objective__updates": 2,
-        "objective__rewards": {"short": {"kind": "length", "most_tokens": 16, "soft_tokens": 15}},
+        # Half of an untrained model's answers have a digit.
+        "objective__rewards": {"digit": {"kind": "regex", "pattern": "[0-9]", "whole": False}},
     },
     "masked, bert": {"data__mask_documents": True},
     "masked, modernbert": {"data__mask_documents": True},
@@ -207,7 +209,7 @@ def plan_on(layout: Layout, row: str, folder: Path, *, steps: int) -> RunPlan | 
 
 
 Losses = dict[str, list[float]]
-"""Losses of the steps and of the evaluations of a run."""
+"""Losses of the steps and of the evaluations of a run, and mean rewards of sampled answers."""
 
 
 def train_on(
@@ -232,10 +234,18 @@ def train_on(
         found[name] = {
             kind: [event["loss"] for event in events if event["event"] == kind]
             for kind in ("step", "evaluation")
+        } | {
+            "reward": [
+                event["objective"]["reward"]
+                for event in events
+                if "reward" in (event.get("objective") or {})
+            ]
         }
     return found
 
 
 def difference(one: Losses, other: Losses) -> float:
-    """Return the largest difference of two runs' losses."""
+    """Return the largest difference of two runs' losses; infinite if a reward differs at all."""
+    if one["reward"] != other["reward"]:
+        return math.inf
     return max(abs(a - b) for kind in one for a, b in zip(one[kind], other[kind], strict=True))

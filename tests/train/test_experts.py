@@ -161,6 +161,7 @@ BALANCED = (
             ("activation_checkpointing__mode", "selective"),
         ),
     ),
+    Trial("qwen3_moe", 4, 2, 2, tensor=2, settings=LOSSES),
 )
 
 

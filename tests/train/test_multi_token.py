@@ -23,6 +23,7 @@ from trainctl.train.export.directory import export
 from trainctl.train.models.model import materialise, skeleton
 from trainctl.train.models.weights import SeedWeights
 from trainctl.train.objectives.loss import losses_with_future
+from trainctl.tuning.speed import step_time
 
 
 def predicting(**changes):
@@ -109,6 +110,9 @@ def test_blocks_are_in_plan_and_budget():
         12 * added, rel=0.01
     )
     assert budget(more).components.logits == 2 * budget(one).components.logits
+    # So predicted MFU stays about the same.
+    seconds = [step_time(each).compute for each in (one, more)]
+    assert seconds[1] / seconds[0] == pytest.approx(flops[1] / flops[0], rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from rank_processes import tiny_config, tiny_plan
 
 from trainctl.config.registry import new_section
 from trainctl.plans.mixture import SINGLE_SOURCE
+from trainctl.plans.types import Batch
+from trainctl.train.callbacks.steps import StepRecords
 from trainctl.train.rollouts import server
-from trainctl.train.rollouts.steps import RolloutData
-from trainctl.train.step import Stepper
+from trainctl.train.rollouts.steps import JudgedAnswer, RolloutData, RolloutPhase
+from trainctl.train.step import Step, Stepper
 
 KEYS = [(7, sample) for sample in range(4)]
 SECONDS = 0.05
@@ -96,3 +101,52 @@ def test_a_batch_that_is_passed_over_takes_its_replaced_prompts_with_it() -> Non
     for rollouts, end in ((None, 48), (SimpleNamespace(extra_samples=8), 56)):
         stepper._session = SimpleNamespace(rollouts=rollouts, progress=progress)
         assert stepper._end_of(batch) == end
+
+
+def test_speed_counts_the_rows_that_ran_and_not_the_longest_possible_ones() -> None:
+    batch = Batch(
+        global_batch_size=4,
+        micro_batch_size=1,
+        gradient_accumulation_steps=2,
+        sequence_length=128,
+    )
+    lengths = {0: 3, 1: 40, 2: 5, 3: 5}
+    data = data_of(SlowRewards(), [])
+    data._phase = RolloutPhase(
+        folder=Path("phase"),
+        step=0,
+        first_sample=0,
+        extra_samples=0,
+        global_batch_size=4,
+        without_signal=0.0,
+        answers=[
+            JudgedAnswer.of(
+                data._section,
+                (0, sample),
+                range(8),
+                {"ids": np.ones(tokens, int), "is_finished": True, "rewards": {}},
+            )
+            for sample, tokens in lengths.items()
+        ],
+    )
+    data._batches = SimpleNamespace(at=lambda step, first: (first, batch))
+    session = data._session
+    session.process = SimpleNamespace(is_first=False, device=torch.device("cpu"))
+    session.plan = tiny_plan(tiny_config(steps=1, sequence_length=128), 2)
+    for rank in (0, 1):  # the longest answer is that of rank 1
+        session.mesh = SimpleNamespace(data=SimpleNamespace(size=2, index=rank))
+        rows = data.take(0, 0)
+        assert {each.input_ids.shape for each in rows} == {(1, 48)}
+    records: list[dict[str, Any]] = []
+    session.rollouts = data
+    session.progress = SimpleNamespace(samples=4)
+    session.engine = SimpleNamespace(
+        learning_rates=list, times=SimpleNamespace(memory=None), loss_scale=None, was_skipped=False
+    )
+    step = Step(0.0, None, {}, 1.0, batch, 0)
+    now: Any = SimpleNamespace(made=step, step_seconds=2.0, early_records=[])
+    journal: Any = SimpleNamespace(record=lambda kind, **fields: records.append(fields))
+    context: Any = SimpleNamespace(step=1, learning_rate=1.0, tokens=512, seconds={})
+    StepRecords(session, now, journal).after_step(context)
+    assert records[0]["tokens_per_second"] == 4 * 48 / 2
+    assert records[0]["tokens"] == 4 * 128

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from throughput_rows import config_of, hardware_of
 
-from trainctl.config.registry import list_kinds
+from trainctl.config.registry import list_kinds, new_section
 from trainctl.config.schema import (
+    CrossEntropyKind,
     OffloadDevice,
     RunConfig,
 )
@@ -239,6 +240,45 @@ def test_axes_that_a_model_is_refused_are_not_tried() -> None:
     assert sizes({}) == ({1, 2, 4, 8}, {1, 2, 4, 8})
     assert sizes(window) == ({1}, {1})
     assert sizes(window | {"model.attention": "flash_attention_2"}) == ({1, 2, 4, 8}, {1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_chunked"),
+    [
+        ({}, True),
+        ({"objective": "masked"}, True),
+        ({"objective": "dpo"}, False),
+        ({"objective": "grpo"}, False),
+        ({"model.future_blocks": 1}, False),
+        ({"script": "train.py"}, False),
+    ],
+)
+def test_losses_and_axes_that_an_objective_is_refused_are_not_tried(
+    changes: dict[str, Any], is_chunked: bool
+) -> None:
+    keys = {key: value for key, value in changes.items() if "." in key}
+    config = config_of(LLAMA_7B | {"kernels.cross_entropy": "chunked"} | keys)
+    config.objective = new_section("objective", changes.get("objective", "next_token"))
+    config.script = changes.get("script")
+    tried = list(Space(config, hardware_of("h100-80g", 1, 2), frozenset()).candidates([{}]))
+    losses = {each.values["kernels.cross_entropy"] for each in tried}
+    assert losses == {CrossEntropyKind.plain, *([CrossEntropyKind.chunked] * is_chunked)}
+    meshes = {each.layout.mesh for each in tried}
+    is_split = config.objective.kind in ("next_token", "masked") and not keys
+    assert any(mesh.pipeline > 1 for mesh in meshes) == is_split
+    assert any(mesh.sequence > 1 for mesh in meshes) == is_split
+
+
+def test_a_run_without_any_legal_plan_is_told_of_memory_and_not_of_searched_keys() -> None:
+    config = config_of(LLAMA_7B | {"training.global_batch_size": 32})
+    config.objective, config.adapter = (
+        new_section("objective", "dpo"),
+        new_section("adapter", "lora"),
+    )
+    config.model.initial_weights = "weights"
+    small = hardware_of("rtx-4090-24g", 1, 1, device_memory_bytes=16 * GIB)
+    result = search(config, small)
+    assert [(finding.rule, finding.key) for finding in result.findings] == [("TC159", "hardware")]
 
 
 def test_more_devices_and_more_memory_never_make_it_slower() -> None:

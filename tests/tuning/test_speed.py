@@ -5,6 +5,7 @@ Its accuracy is that of the rows kept back: no constant was ever fitted to them.
 
 from __future__ import annotations
 
+import re
 import runpy
 from itertools import combinations
 from statistics import median
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 from throughput_rows import ROOT, Row, hardware_of, plan_of, rows
 
+from trainctl.config.compose import compose
 from trainctl.config.schema import RunConfig
+from trainctl.hardware import resolve_hardware
+from trainctl.rules.resolve import resolve
 from trainctl.tuning.rates import (
     BACKWARD_HOOK,
     COLLECTIVE_LATENCY,
@@ -232,6 +236,24 @@ def test_a_ring_is_hidden_by_long_chunks_and_goes_between_machines() -> None:
     both, _ = share(131_072, sequence=8, context=4)
     assert both < share(131_072, sequence=32)[0] < share(131_072, context=32)[0]
     assert "context" not in share(131_072, sequence=8)[1].parts
+
+
+def test_the_docs_have_what_is_predicted_of_rings() -> None:
+    lines = (ROOT / "docs" / "planning.md").read_text().splitlines()
+    head = next(n for n, line in enumerate(lines) if "| `context=32` |" in line)
+    columns = [cell.split() for cell in lines[head].replace("`", "").split("|")[2:5]]
+    batch = ["training.global_batch_size=2", "model.max_position_embeddings=1048576"]
+    asked = ["recipe=8b-long-context", "hardware=8x8xh100-80g", *batch]
+    for line in lines[head + 2 : head + 7]:
+        length, *shown = (int(re.sub(r"\D", "", cell)) for cell in line.split("|")[1:5])
+        for axes, rate in zip(columns, shown, strict=True):
+            sizes = {"sequence": "1"} | dict(each.split("=") for each in axes)
+            layout = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
+            config = compose([*asked, f"training.sequence_length={length}", *layout]).config
+            plan = resolve(config, resolve_hardware(config.hardware)).plan
+            assert plan is not None
+            seconds = step_time(plan).seconds
+            assert 2 * length / seconds / 64 == pytest.approx(rate, abs=0.5), (length, axes)
 
 
 def test_each_stage_communicates_what_it_has_to() -> None:

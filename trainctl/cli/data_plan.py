@@ -34,7 +34,7 @@ from trainctl.monitor.report.charts import corpus_chart, mixture_chart
 from trainctl.options.data import spec_of
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.preparation import PreparationCost, preparation_cost
-from trainctl.readers.quality import filters_of, has_quality_rules, threshold_of
+from trainctl.readers.quality import filters_of, threshold_of
 
 if TYPE_CHECKING:
     from trainctl.config.schema import RunConfig
@@ -135,7 +135,7 @@ def _cost_of(config: RunConfig, scale: str, cores: int) -> PreparationCost:
     if data.factory is not None or all(each.max_bytes is not None for each in sections):
         cores = 1
         notes.append("tokenize: one process reads data.factory, and what data.max_bytes cuts")
-    bands = int(has_quality_rules(data))  # identical texts are always looked for
+    bands = int(data.has_quality_rules)  # identical texts are always looked for
     if data.dedup is Dedup.minhash:
         from trainctl.data.quality.measurement import Bands
 
@@ -159,7 +159,7 @@ def _size_text(size: float) -> str:
     return f"{size / 1e12:,.2f} TB" if size >= 1e12 else disk_text(size)
 
 
-COST = ("step", "core hours", "hours", "traffic", "disk", "memory", "grows by")
+COST = ("step", "core hours", "hours", "traffic", "a second", "disk", "memory", "grows by")
 
 
 def _show_cost(cost: PreparationCost, *, as_json: bool) -> None:
@@ -176,15 +176,17 @@ def _show_cost(cost: PreparationCost, *, as_json: bool) -> None:
             f"{step.core_hours:,.1f}",
             f"{step.hours:,.2f}",
             _size_text(step.traffic),
+            _size_text(step.bandwidth),
             _size_text(step.disk) if step.disk else "-",
             _size_text(step.memory),
             step.constant,
         )
         for step in cost.steps
     ]
-    print_table(COST, rows, right=range(1, 6), wraps=False)
+    print_table(COST, rows, right=range(1, 7), wraps=False)
     for limit in cost.limits:
         print_data(limit)
+    print_data("hours are those of the cores: a store that carries less a second takes longer")
     print_data(f"extrapolated from rates of {cost.measured}")
 
 

@@ -12,7 +12,6 @@ from trainctl.cli.console import print_data, print_json, show_findings, to_print
 from trainctl.cli.record_lines import bad_text_lines
 from trainctl.config.overrides import split_target
 from trainctl.config.quantities import memory_text
-from trainctl.config.schema import Dedup
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target
 from trainctl.launchers.text_preparation import (
@@ -114,7 +113,7 @@ def _print_prepared(config: RunConfig, prepared: PreparedText) -> None:
         print_data(f"written to {place}: data=stream data.url={place}")
     for each in prepared.dropped:
         print_dropped(each)
-    if config.data.dedup is not Dedup.none:
+    if config.data.has_quality_rules:
         sort = f"each task sorts in {memory_text(config.data.sort_bytes)} (data.sort_bytes)"
         print_data(f"by {prepared.executor}; {sort}")
     elif documents:

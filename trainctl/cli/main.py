@@ -90,6 +90,8 @@ def run(arguments: Sequence[str]) -> int:
         show_trainctl_error(error)
         return error.exit_code
     except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer's help, as rich ends it
+            return ExitCode.success
         place = traceback.extract_tb(end.__traceback__)[-1]
         if Path(place.filename).is_relative_to(Path(typer.__file__).parent):
             raise  # it has answered, such as `--show-completion`

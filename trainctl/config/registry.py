@@ -22,7 +22,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 from trainctl.config.extras import install_command
-from trainctl.errors import ExitCode, TrainctlError, describe_exception
+from trainctl.errors import MachineError, TrainctlError, describe_exception
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -204,12 +204,11 @@ def load_spec(group: str, name: str) -> Any:
         return importlib.import_module(f"trainctl.options.{group}.{name}").SPEC
     source = user_option_file(group, name) or _entry_points(group).get(name)
     if source is None:
-        raise TrainctlError(
+        raise MachineError(
             f"{group} has no kind {name!r} here",
             hint=f"it has {', '.join(list_kinds(group))}; a package that brings another must be "
             "installed on every machine of the run, and a folder of yours be named again: "
             f"`trainctl --trust-code ... --config-dir DIR`, or {FOLDER_VARIABLE}=DIR/options",
-            exit_code=ExitCode.environment,
         )
     try:
         with _exit_raises():
@@ -279,7 +278,7 @@ def _unusable_option_error(source: Path | EntryPoint, why: str) -> TrainctlError
         package = source.dist.name if source.dist is not None else source.module
         what = f"the option {source.name} of the package {package}"
         hint = f"repair or uninstall {package}"
-    return TrainctlError(f"{what} cannot be used: {why}", hint=hint, exit_code=ExitCode.environment)
+    return MachineError(f"{what} cannot be used: {why}", hint=hint)
 
 
 def load_specs(group: str) -> tuple[Any, ...]:
@@ -397,10 +396,9 @@ def function_of(group: str, kind: str, entry: str = "build") -> Any:
     except ImportError as missing:
         chosen = kind if group in WITHOUT_A_SECTION else f"{kind_key(group)}={kind}"
         what = install_command(*spec.modules) if spec.modules else "install it"
-        raise TrainctlError(
+        raise MachineError(
             f"{group}.{chosen} needs a package that is missing ({missing})",
             hint=f"{what}, or choose another {group}",
-            exit_code=ExitCode.environment,
         ) from None
 
 

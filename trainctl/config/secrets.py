@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from trainctl.config.suggest import words
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError
 
 REDACTED = "redacted"
 ENVIRONMENT = "launcher.environment"
@@ -129,10 +129,9 @@ def resolve_text(text: str, environment: Mapping[str, str]) -> str:
         return text
     for name in names_in(text):
         if name not in environment:
-            raise TrainctlError(
+            raise MachineError(
                 f"{text} cannot be resolved: {name} is not set here",
                 hint=f"export {name}, and start this again",
-                exit_code=ExitCode.environment,
             )
     return _REFERENCE.sub(lambda found: environment[found[1]], text)
 

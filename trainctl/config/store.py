@@ -13,7 +13,7 @@ from trainctl.config.reading import read_bytes
 from trainctl.config.schema import RunConfig, walk_leaves
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import compose_bounded
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 
 
 def dump_config(config: RunConfig) -> str:
@@ -49,10 +49,9 @@ def load_config(path: Path) -> RunConfig:
 
 
 def _unusable_error(path: Path, what: str) -> TrainctlError:
-    return TrainctlError(
+    return RunStateError(
         f"{path} {what}",
         hint="give a run directory that trainctl made, or start a new run",
-        exit_code=ExitCode.run_state,
     )
 
 

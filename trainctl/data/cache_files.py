@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.readers.remote import Notify, is_url
 from trainctl.runs.files import open_lock
 
@@ -45,11 +45,10 @@ def convert_write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TrainctlError(
+        raise MachineError(
             f"cannot write the tokenized corpus, {folder}: {error.strerror or error}",
             hint="free space there, or name another folder in TRAINCTL_CACHE_DIR; its file system "
             "needs flock and symbolic links",
-            exit_code=ExitCode.environment,
         ) from None
 
 

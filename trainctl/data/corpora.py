@@ -23,7 +23,7 @@ from trainctl.data.executors import executor_of
 from trainctl.data.streaming.corpora import open_remote_corpora
 from trainctl.data.tasks import PreparationProgress, Progress, ignore_progress
 from trainctl.data.tokenizer import Tokenizer
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.check import with_source_keys
 from trainctl.readers.remote import Notify
@@ -141,10 +141,9 @@ def prepared_corpora(config: RunConfig, tokenizer: Tokenizer) -> Corpora:
     found = {}
     for name, corpus in cached_corpora(config, tokenizer).items():
         if corpus is None:
-            raise TrainctlError(
+            raise RunStateError(
                 f"the text of {name} is not prepared",
                 hint="trainctl data prepare, with the same words",
-                exit_code=ExitCode.run_state,
             )
         found[name] = corpus
     return found
@@ -228,10 +227,9 @@ def load_corpora(path: Path, data: DataConfig) -> Corpora:
     found = load_recorded_corpora(path)
     missing = [name for name in sources_of(data) if name not in found]
     if missing:
-        raise TrainctlError(
+        raise RunStateError(
             f"{path.parent} has not read the text of {', '.join(missing)} yet",
             hint="it does when its next attempt starts",
-            exit_code=ExitCode.run_state,
         )
     return open_remote_corpora(data, {name: found[name] for name in sources_of(data)})
 
@@ -282,10 +280,9 @@ def require_unchanged_corpora(corpora: Mapping[str, Corpus], path: Path) -> Corp
     for name, corpus in corpora.items():
         if name in before and corpus.digest != before[name].digest:
             which = "corpus" if name == SINGLE_SOURCE else f"corpus of data.sources.{name}"
-            raise TrainctlError(
+            raise RunStateError(
                 f"the {which} is not the one that this run started with",
                 hint="restore the files, or start a new run from this run's weights",
-                exit_code=ExitCode.run_state,
             )
     return {**before, **corpora}
 

@@ -47,12 +47,11 @@ from trainctl.data.task_workers import run_tasks
 from trainctl.data.tasks import Progress, Task, ignore_progress
 from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask
 from trainctl.data.user_functions import in_words, load_user_function, make_importable
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.options.data import document_identity, spec_of
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.documents import BadText, Reader, is_one_document, split_documents
 from trainctl.readers.files import TextFiles, digest_of, split_files
-from trainctl.readers.quality import has_quality_rules
 from trainctl.readers.remote import File, Notify, version_of
 
 __all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus"]
@@ -152,7 +151,7 @@ class CorpusBuilder:
     def folder(self) -> Path:
         """Folder of the corpus in the cache."""
         selection = []
-        if has_quality_rules(self.run_data):
+        if self.run_data.has_quality_rules:
             sources = sources_of(self.run_data).items()
             every = {name: (section, split_files(section)) for name, section in sources}
             selection = [self.name, selection_digest(self.run_data, every)]
@@ -211,7 +210,7 @@ class CorpusBuilder:
         for _ in range(_MOST_REPAIRS):
             self._run_tasks(store, tasks)
             try:
-                kept = self._kept_documents() if has_quality_rules(self.run_data) else None
+                kept = self._kept_documents() if self.run_data.has_quality_rules else None
                 keep = kept.keep[self.name] if kept is not None else None
                 fraction = self.config.held_out_fraction
                 targets = TargetLayout.joined(
@@ -232,10 +231,9 @@ class CorpusBuilder:
             except DamagedPart as damage:
                 self.notify(f"{damage.folder} is damaged ({damage.why}): tokenizing its text again")
                 store.discard(damage.folder)
-        raise TrainctlError(
+        raise MachineError(
             f"what is written to {store.folder} is read as something else, again and again",
             hint="name a folder on another disk in TRAINCTL_CACHE_DIR",
-            exit_code=ExitCode.environment,
         )
 
     def _kept_documents(self) -> KeptDocuments:

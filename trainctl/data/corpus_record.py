@@ -18,7 +18,7 @@ import numpy.typing as npt
 from trainctl.data.cache_files import map_array
 from trainctl.data.targets import TARGET
 from trainctl.data.token_arrays import JoinedSpans, LossMask, Span, Tokens, UnmarkedTokens
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 
 FORMAT = 2
 _BLOCKS = ("blocks", "ends_blocks", "origin_blocks", "targets_blocks", "records_blocks")
@@ -169,10 +169,9 @@ class Corpus:
             return np.empty(0, dtype=dtype)
         problem = self._size_problem(split)
         if problem:
-            raise TrainctlError(
+            raise RunStateError(
                 f"the tokenized corpus in {self.folder} is damaged: {problem}",
                 hint="start again: a launch or resume looks it through and tokenizes it anew",
-                exit_code=ExitCode.run_state,
             )
         return map_array(Path(self.folder) / file, dtype, in_order=in_order)
 
@@ -237,10 +236,9 @@ class Corpus:
             problem = error.strerror or str(error)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
-        raise TrainctlError(
+        raise RunStateError(
             f"{path} does not say what the corpus is: {problem}",
             hint="remove it: a resume finds out again, and compares with the checkpoints",
-            exit_code=ExitCode.run_state,
         )
 
 

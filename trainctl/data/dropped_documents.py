@@ -23,9 +23,8 @@ from trainctl.data.quality.selection import (
 from trainctl.data.store import lines_before, read_documents
 from trainctl.data.tasks import Task
 from trainctl.data.tokenizer import load_tokenizer
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.options.data import read_section, spec_of
-from trainctl.readers.quality import has_quality_rules
 
 
 def read_dropped(corpus: Path) -> dict[str, Any] | None:
@@ -36,10 +35,9 @@ def read_dropped(corpus: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise TrainctlError(
+        raise RunStateError(
             f"{file} cannot be read: {error}",
             hint=f"remove {corpus}, and prepare it again: no text is read for that",
-            exit_code=ExitCode.run_state,
         ) from None
     return plain
 
@@ -51,7 +49,7 @@ def dropped_by_source(config: RunConfig) -> Iterator[dict[str, Any]]:
         TrainctlError: No filter, deduplication or decontamination is set, or the corpus is not
             prepared (exit code 5).
     """
-    if not has_quality_rules(config.data) or config.data.factory is not None:
+    if not config.data.has_quality_rules or config.data.factory is not None:
         raise TrainctlError(
             "nothing is asked of the documents: all of them are trained on",
             hint="data.dedup, data.filters and data.decontaminate leave some out",

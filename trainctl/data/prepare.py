@@ -23,7 +23,7 @@ from trainctl.data.targets import check_labels
 from trainctl.data.tasks import PreparationProgress
 from trainctl.data.teacher_store import check_teacher
 from trainctl.data.tokenizer import load_tokenizer
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.plans.derive import is_counted_in_epochs
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.plans.types import RunPlan
@@ -149,20 +149,18 @@ def load_run_corpora(plan: RunPlan, run: RunPaths) -> Corpora:
     if config.data.factory is not None:
         return build()
     if not run.corpus.is_file():
-        raise TrainctlError(
+        raise RunStateError(
             f"{run.root} has not read its corpus yet",
             hint="it does when its first attempt starts",
-            exit_code=ExitCode.run_state,
         )
     before = load_corpora(run.corpus, config.data)
     if not any(corpus.problem() for corpus in before.values()):
         return before
     again = build()
     if not all(corpus.digest == before[name].digest for name, corpus in again.items()):
-        raise TrainctlError(
+        raise RunStateError(
             "the text of this run is not there any more, neither in the cache nor in its files",
             hint="restore the files",
-            exit_code=ExitCode.run_state,
         )
     return again
 

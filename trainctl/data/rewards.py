@@ -33,7 +33,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import function_of
 from trainctl.config.secrets import redact_text
 from trainctl.data.user_functions import in_words, load_user_function, make_importable
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.options.reward import RewardsConfig, RewardSection, Score
 from trainctl.options.reward.function import FunctionRewardConfig
 from trainctl.options.reward.length import ANSWER_TOKENS
@@ -212,10 +212,9 @@ class _RewardProcess:
         try:
             answer = self._receive(_START_SECONDS)
         except _NoAnswer as failed:
-            raise TrainctlError(
+            raise MachineError(
                 f"{key} cannot be loaded: its process {failed}",
                 hint="objective.reward_memory gives it more memory, if its packages need that",
-                exit_code=ExitCode.environment,
             ) from None
         if "error" in answer:
             raise TrainctlError(

@@ -23,7 +23,7 @@ from trainctl.data.packing import load_bins, packed_token_count
 from trainctl.data.sample_reader import SampleReader
 from trainctl.data.targets import name_targets
 from trainctl.data.tokenizer import Tokenizer
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.options.objective.grpo import answers_per_prompt
 from trainctl.plans.mixture import sources_of, stages_of_plan
@@ -127,7 +127,7 @@ def counters_of_step(events: Iterable[Event], step: int) -> list[int]:
     """
     record = step_curve(events).get(step)
     if record is None or not record.get("samples"):
-        raise TrainctlError(f"the run has no record of step {step:,}", exit_code=ExitCode.run_state)
+        raise RunStateError(f"the run has no record of step {step:,}")
     first, end = record["samples"]
     if end - first > MOST_SAMPLES:
         raise TrainctlError(

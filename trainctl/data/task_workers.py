@@ -25,7 +25,7 @@ from trainctl.data.executors.local import INLINE, LocalExecutor
 from trainctl.data.store import DamagedPart, TokenStore
 from trainctl.data.tasks import PreparationMeter, Progress, Task, ignore_progress
 from trainctl.data.tokenizer import dtype_for, encoder_of
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.options.data import read_section
 from trainctl.readers.documents import Reader
 from trainctl.readers.stream import is_compressed
@@ -165,11 +165,10 @@ def require_space(store: TokenStore, tasks: Sequence[Task], left: Sequence[Task]
     needed = space_needed(store, tasks, left)
     free = _free_bytes(store.folder)
     if needed > free:
-        raise TrainctlError(
+        raise MachineError(
             f"{store.folder.parent} has {free / 1e9:,.2f} GB free, and the tokens of this text "
             f"will take about {needed / 1e9:,.2f} GB there",
             hint="free space there, or name another folder in TRAINCTL_CACHE_DIR",
-            exit_code=ExitCode.environment,
         )
 
 

@@ -26,7 +26,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import RunConfig
 from trainctl.data.cache_files import map_array
 from trainctl.data.tokenizer import FileTokenizer, Tokenizer, dtype_for, load_tokenizer
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.options.objective.distill import DistillConfig
 from trainctl.readers.files import digest_of
 from trainctl.runs.attempts import config_of
@@ -166,20 +166,18 @@ class TeacherStore:
                 firsts = np.fromfile(path, "<u8", count + 1)
                 rows = map_array(path, self._type, 8 * (count + 1))
             except (OSError, ValueError) as error:
-                raise TrainctlError(
+                raise MachineError(
                     f"cannot read the teacher's log-probabilities, {path}: {error}",
                     hint="remove the file: the next attempt computes it again",
-                    exit_code=ExitCode.environment,
                 ) from None
             self._mapped[share] = firsts, rows
         return self._mapped[share]
 
     def _write_error(self, error: OSError) -> TrainctlError:
-        return TrainctlError(
+        return MachineError(
             f"cannot write the teacher's log-probabilities, {self.folder}: "
             f"{error.strerror or error}",
             hint="free space there, or name another folder in objective.teacher_log_probabilities",
-            exit_code=ExitCode.environment,
         )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.tokenized import map_ids
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError
 
 Ids = npt.NDArray[np.integer]
 
@@ -64,10 +64,9 @@ class Span:
         """Return the span's ids, memory-mapped."""
         problem = self.size_problem()
         if problem:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{problem}, since this run read it",
                 hint="restore the file",
-                exit_code=ExitCode.run_state,
             )
         whole = map_ids(Path(self.file), self.dtype, self.offset)
         return whole[self.first : self.first + self.tokens]
@@ -124,11 +123,10 @@ class JoinedSpans:
         ids = self._ids(number)[start:stop]
         if ids.max() >= span.limit or ids.min() < 0:
             at = int(np.flatnonzero((ids >= span.limit) | (ids < 0))[0])
-            raise TrainctlError(
+            raise RunStateError(
                 f"{span.file} has the id {ids[at]:,} at token {span.first + start + at:,}, and the "
                 f"vocabulary has {span.limit:,}",
                 hint="correct the file, and start a new run",
-                exit_code=ExitCode.run_state,
             )
         return ids
 

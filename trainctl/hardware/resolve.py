@@ -19,7 +19,7 @@ from trainctl.config.extras import package_version
 from trainctl.config.reading import read_json
 from trainctl.config.schema import Accelerator, HardwareConfig
 from trainctl.config.yaml_files import read_document
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.hardware.detect import Device, host_memory_limit, visible_devices
 from trainctl.hardware.facts import Hardware
 
@@ -202,10 +202,9 @@ def calibration_file() -> Path:
     try:
         return Path(cache).expanduser() / "trainctl" / "calibration.json"
     except RuntimeError:
-        raise TrainctlError(
+        raise MachineError(
             "this user has no home directory to keep measurements in",
             hint="set HOME, XDG_CACHE_HOME or TRAINCTL_CALIBRATION_FILE",
-            exit_code=ExitCode.environment,
         ) from None
 
 

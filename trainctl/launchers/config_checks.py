@@ -46,6 +46,8 @@ _ACCELERATORS = {
     "t4-16g": "T4",
 }
 """SkyPilot's names of devices, by those of `conf/hardware`."""
+_OWN_OPTIONS = ("array", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output")
+"""Options of sbatch that the agents and the logs of a run depend on."""
 _LEAST_AMOUNT = 0.0001
 """Smallest amount of a resource that Ray reserves."""
 _JOB_SERVER = re.compile(r"(https?|ray)://[A-Za-z0-9_.:\[\]-]+(/[A-Za-z0-9_./-]*)?|auto")
@@ -193,9 +195,9 @@ def check_ssh(config: RunConfig, hardware: Hardware) -> list[Finding]:
 
 def check_slurm(config: RunConfig, hardware: Hardware) -> list[Finding]:
     """Return a finding for each value that a job script cannot hold, or that sbatch refuses."""
-    from trainctl.options.launcher.slurm import SlurmConfig
+    from trainctl.options.launcher.slurm import SlurmConfig, is_one_of
 
-    launcher = section_of(config, SlurmConfig)
+    launcher, key = section_of(config, SlurmConfig), "launcher.slurm_options"
     words = {
         "slurm_partition": launcher.slurm_partition,
         "slurm_account": launcher.slurm_account,
@@ -208,7 +210,17 @@ def check_slurm(config: RunConfig, hardware: Hardware) -> list[Finding]:
     lists = [("slurm_modules", word) for word in launcher.slurm_modules]
     lists += [("slurm_container_mounts", word) for word in launcher.slurm_container_mounts]
     named = [(f"launcher.{name}", value) for name, value in (*words.items(), *lists)]
-    return [*check_words(named), *check_options("launcher.slurm_options", launcher.slurm_options)]
+    taken = [
+        Finding(
+            rule=TAKEN_RESOURCE,
+            key=key,
+            message=f"{each!r} in {key} is set by trainctl",
+            hint="leave it out; hardware.nodes is the number of nodes",
+        )
+        for each in launcher.slurm_options
+        if is_one_of(each, _OWN_OPTIONS)
+    ]
+    return [*check_words(named), *check_options(key, launcher.slurm_options), *taken]
 
 
 def check_kubernetes(config: RunConfig, hardware: Hardware) -> list[Finding]:

@@ -43,7 +43,7 @@ from trainctl.launchers.interface import (
 )
 from trainctl.launchers.rank_command import attempt_command, scheduled_rank_variables
 from trainctl.options.launcher import section_of
-from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig
+from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig, shared_options
 from trainctl.plans.types import RunPlan
 from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
@@ -339,11 +339,7 @@ def _sbatch_lines(plan: RunPlan, name: str, log: Path, *, array: str = "") -> It
     if launcher.slurm_cpus_per_node is not None:
         options.append(("cpus-per-task", launcher.slurm_cpus_per_node))
     options += [
-        ("partition", launcher.slurm_partition),
-        ("account", launcher.slurm_account),
-        ("qos", launcher.slurm_qos),
-        ("constraint", launcher.slurm_constraint),
-        ("time", launcher.slurm_time_minutes),
+        *shared_options(launcher).items(),
         ("dependency", launcher.slurm_dependency),
         ("array", array or None),
     ]

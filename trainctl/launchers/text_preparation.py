@@ -12,7 +12,6 @@ from trainctl.hardware.storage import check_root_caches
 from trainctl.launchers.planning import name_sources, plan_config
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.types import RunPlan
-from trainctl.readers.quality import has_quality_rules
 from trainctl.rules.resolve import resolve
 from trainctl.tuning.input_files import check_tokenizer_files, missing_files
 
@@ -73,7 +72,7 @@ def prepare_text(config: RunConfig, *, workers: int | None, to: str | None) -> P
         places = {name: f"{base}/{name}" if config.data.sources else base for name in corpora}
         for name, corpus in corpora.items():
             upload_corpus(corpus, tokenizer, places[name], SHARD_TOKENS, print_notice)
-    dropped = list(dropped_by_source(config)) if has_quality_rules(config.data) else []
+    dropped = list(dropped_by_source(config)) if config.data.has_quality_rules else []
     return PreparedText(
         documents=counter.documents,
         corpora=corpora,

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.hosts import chosen_hosts
+from trainctl.config.keys import as_override
 from trainctl.config.reading import read_json
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import TrainctlError
@@ -343,13 +344,20 @@ def _ssh_exclusion(plan: RunPlan, section: SshConfig, devices: Sequence[FaultyDe
         per_host[host.name].append(own[each.device])
     before = [] if section.exclude is None else [section.exclude]
     few = [f"{name}:{','.join(map(str, sorted(own)))}" for name, own in per_host.items()]
-    narrow = replace(section, exclude="@".join([*before, *few]))
+    parts = [*before, *few]
+    narrow = replace(section, exclude="@".join(parts))
     has_slots = all(host.slots for host in hosts if host.name in per_host)
     if has_slots and hardware.accelerator is not Accelerator.cpu:
         with suppress(TrainctlError):  # the host has no other device
             chosen_hosts(narrow, hardware.nodes, hardware.devices_per_node)
-            return f"launcher.exclude={narrow.exclude}"
+            return _exclude_override(parts)
     left = hardware.nodes - len(per_host)
     if not left:
         return _NO_OTHER
-    return f"launcher.exclude={'@'.join([*before, *per_host])} hardware.nodes={left}"
+    return f"{_exclude_override([*before, *per_host])} hardware.nodes={left}"
+
+
+def _exclude_override(parts: Sequence[str]) -> str:
+    """Return the override of `launcher.exclude`, quoted for a shell where a comma needs it."""
+    text = "@".join(parts)
+    return f"'launcher.exclude={as_override(text)}'" if "," in text else f"launcher.exclude={text}"

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 
 STATE = "trainer_state.json"
 """Trainer's file, also of Axolotl and LLaMA-Factory: in each checkpoint, with all steps before."""
@@ -58,10 +58,9 @@ def read_logged_losses(path: Path) -> list[LoggedLoss]:
 
 
 def _unusable(path: Path, why: str) -> TrainctlError:
-    return TrainctlError(
+    return RunStateError(
         f"{path} {why}",
         hint="a trainer_state.json, or a .csv with the columns step,loss",
-        exit_code=ExitCode.run_state,
     )
 
 
@@ -158,12 +157,11 @@ def find_logged_checkpoint(directory: Path, log: Path | None, wanted: int) -> Lo
 
 def no_loss_after(log: Path, losses: list[LoggedLoss], what: str) -> TrainctlError:
     """Return the error that a log ends too early to compare a replay with."""
-    return TrainctlError(
+    return RunStateError(
         f"{log} has no loss of steps that all come after {what}: its last is of step "
         f"{losses[-1].last}",
         hint="losses before a checkpoint cannot be replayed from it: name an earlier checkpoint, "
         "or a later log with --losses FILE",
-        exit_code=ExitCode.run_state,
     )
 
 
@@ -181,10 +179,9 @@ def _longest_log(parent: Path, directory: Path) -> Path:
     known = {directory / STATE, parent / STATE, *parent.glob(f"*/{STATE}")}
     logs = [path for path in sorted(known) if path.is_file()]
     if not logs:
-        raise TrainctlError(
+        raise RunStateError(
             f"no {STATE} is in {directory}",
             hint="--losses FILE names a log: a .csv with the columns step,loss",
-            exit_code=ExitCode.run_state,
         )
     return max(logs, key=lambda path: _global_step(path))
 

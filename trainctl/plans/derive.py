@@ -14,6 +14,7 @@ from math import ceil, floor, isqrt
 from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import (
     ModelConfig,
+    ObjectiveConfig,
     ParallelismConfig,
     PipelinePartition,
     RunConfig,
@@ -21,6 +22,7 @@ from trainctl.config.schema import (
     TrainingConfig,
 )
 from trainctl.hardware import Hardware
+from trainctl.options.objective.grpo import answers_per_prompt
 from trainctl.options.schedule import WithDecay, WithFloor, floor_ratio, spec_of
 from trainctl.plans import shapes
 from trainctl.plans.schedule import Curve, decay_length, warmup_length
@@ -170,17 +172,17 @@ def is_ramp_entry(entry: dict[str, int]) -> bool:
 
 
 def derive_total_steps(
-    training: TrainingConfig, batches: Batches | None
+    training: TrainingConfig, batches: Batches | None, objective: ObjectiveConfig
 ) -> tuple[int | None, Reasons]:
     """Return the optimizer steps of the whole run: `training.steps`, otherwise from tokens or
-    epochs, rounded up.
+    epochs, rounded up. An epoch of prompts has all answers to each.
     """
     if training.steps is not None:
         return training.steps, (derived("total_steps", training.steps, "training.steps"),)
     if batches is None:
         return None, ()
     if is_counted_in_epochs(training):
-        return _steps_of_epochs(training, batches)
+        return _steps_of_epochs(training, batches, answers_per_prompt(objective))
     if training.tokens is None:
         return None, ()
     steps = batches.steps_for(training.tokens)
@@ -212,19 +214,22 @@ def samples_of_epoch(training: TrainingConfig) -> int:
     return max(0, ((training.epoch_tokens or 0) - 1) // training.sequence_length)
 
 
-def _steps_of_epochs(training: TrainingConfig, batches: Batches) -> tuple[int | None, Reasons]:
+def _steps_of_epochs(
+    training: TrainingConfig, batches: Batches, answers: int
+) -> tuple[int | None, Reasons]:
     """Return the steps after which every sample was seen `training.epochs` times; None if the
     corpus is unread.
     """
     samples = samples_of_epoch(training)
     if training.epochs is None or samples == 0:
         return None, ()
-    steps = batches.steps_for(ceil(training.epochs * samples) * training.sequence_length)
+    seen = ceil(training.epochs * samples) * answers
+    steps = batches.steps_for(seen * training.sequence_length)
     each, ramp = _ramp_in_words(batches, f"/ {batches.at(0).global_batch_size:_} per step")
     why = (
         f"training.epochs {training.epochs:g} x {samples:_} samples (training.epoch_tokens"
-        f" {training.epoch_tokens:_} / sequence_length {training.sequence_length}) {each},"
-        " rounded up"
+        f" {training.epoch_tokens:_} / sequence_length {training.sequence_length})"
+        f"{f' x {answers} objective.samples' if answers > 1 else ''} {each}, rounded up"
     )
     sources = ("training.epochs", "training.epoch_tokens", *ramp)
     return steps, (derived("total_steps", steps, *sources, why=why),)

@@ -18,7 +18,7 @@ from typing import Any
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig, ScheduleUnit
 from trainctl.config.suggest import words
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
 from trainctl.options.schedule import WithDecay
@@ -130,12 +130,11 @@ def check_model(
     changes = list(_differences_in_words(had, now, "model."))
     if changes:
         saved_words = _model_in_words(manifest["model"].get("name", ""), saved)
-        raise TrainctlError(
+        raise RunStateError(
             f"{name} is of another model: of {saved_words}, and asked for is "
             f"{_model_in_words(model.name, wanted)}; {', '.join(changes)}",
             hint="a run keeps its model: leave out what changes it, or start a new run from the "
             "weights, with model.initial_weights",
-            exit_code=ExitCode.run_state,
         )
 
 
@@ -177,21 +176,19 @@ def check_trainable(config: RunConfig, name: str, manifest: Mapping[str, Any]) -
         for what, names in (("freezes", saved - expected), ("frees", expected - saved)):
             changes += [f"training.freeze now {what} {each}" for each in sorted(names)]
     if changes:
-        raise TrainctlError(
+        raise RunStateError(
             f"{name} is of a run in which something else trained: {', '.join(changes[:3])}",
             hint="a run keeps what trains in it: leave out what changes it, or start a new run "
             "from the weights, with model.initial_weights",
-            exit_code=ExitCode.run_state,
         )
 
 
 def optimizer_mismatch(name: str, had: Collection[str], wanted: Collection[str]) -> TrainctlError:
     """Return the error for a checkpoint whose optimizer states are not the expected ones."""
-    return TrainctlError(
+    return RunStateError(
         f"{name} has the states of another optimizer, {_names_in_words(had)}; this one has "
         f"{_names_in_words(wanted)}",
         hint="keep the optimizer, or start a new run from the weights, with model.initial_weights",
-        exit_code=ExitCode.run_state,
     )
 
 
@@ -216,10 +213,9 @@ def check_shapes(name: str, manifest: Mapping[str, Any], shapes: Mapping[str, li
     ]
     found = [problem for problem in problems if problem]
     if found:
-        raise TrainctlError(
+        raise RunStateError(
             f"{name} is of another model: {'; '.join(found[:3])}",
             hint="a run keeps its model: start a new run",
-            exit_code=ExitCode.run_state,
         )
 
 
@@ -261,9 +257,8 @@ def _directory_identity(folder: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise TrainctlError(
+        raise RunStateError(
             f"{folder}/config.json, which says what the model is, is not readable: {error}",
-            exit_code=ExitCode.run_state,
         ) from None
     return _drop_irrelevant_keys(found)
 

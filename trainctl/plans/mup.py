@@ -34,7 +34,7 @@ from typing import Any
 
 from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import ModelConfig, OptimizerConfig, RunConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError
 from trainctl.models.tensors import SCORE
 from trainctl.options.model import families
 from trainctl.options.optimizer import WidthRule, spec_of
@@ -111,13 +111,12 @@ def check_multipliers(model: ModelConfig, name: str, manifest: Mapping[str, Any]
     """
     had = manifest.get("multipliers", {"output": 1.0, "attention": 1.0})
     if had != multipliers(model):
-        raise TrainctlError(
+        raise RunStateError(
             f"{name} was trained with the logits multiplied by {had['output']:g} "
             f"and attention by {had['attention']:g}, and this configuration has "
             f"{output_multiplier(model):g} and {attention_factor(model):g}",
             hint="keep model.mup, model.mup_base_width and model.mup_base_head_dim as they were; "
             "`trainctl export` makes a model that needs none of them",
-            exit_code=ExitCode.run_state,
         )
 
 

@@ -67,6 +67,11 @@ class StepCost:
     constant: str
     """Factor by which it grows, with its unit."""
 
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that the store must carry for the step to end in its hours."""
+        return self.traffic / (self.hours * 3600)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparationCost:

@@ -12,20 +12,13 @@ from typing import Any
 
 from trainctl.config.codec import from_plain
 from trainctl.config.registry import load_spec, new_section
-from trainctl.config.schema import DEDUP_THRESHOLDS, DataConfig, DataFromRecords, Dedup
+from trainctl.config.schema import DEDUP_THRESHOLDS, DataConfig, DataFromRecords
 from trainctl.config.sections import kind_of_paths
 from trainctl.config.user_code import find_module
 from trainctl.errors import TrainctlError
 
 HELD_OUT = "held_out"
 """Entry of `data.decontaminate` for the run's own held-out documents."""
-
-
-def has_quality_rules(whole: DataConfig) -> bool:
-    """Whether a run filters, deduplicates or decontaminates its documents."""
-    sections: list[Any] = [whole, *whole.sources.values()]
-    is_filtered = any(keys is not None for each in sections for keys in each.filters.values())
-    return is_filtered or whole.dedup is not Dedup.none or bool(whole.decontaminate)
 
 
 def threshold_of(whole: DataConfig) -> float | None:

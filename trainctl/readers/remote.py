@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast
 
 from trainctl.config.extras import extra_of, install_command
 from trainctl.config.secrets import redact_text
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 
 ATTEMPTS = 6
 """Attempts at one position before a launch ends."""
@@ -222,11 +222,10 @@ class _ResumableStream(io.RawIOBase):
         entry = file_system.info(path)
         now = (entry.get("size"), _listed_version(entry))
         if now != (self._file.size, self._file.version):
-            raise TrainctlError(
+            raise MachineError(
                 f"{redact_text(self._file.url)} is not what it was when it was listed: "
                 f"{_describe_difference(self._file, now)}",
                 hint="launch again, once nobody writes it",
-                exit_code=ExitCode.environment,
             )
         return file_system.open(path, "rb")
 
@@ -314,11 +313,10 @@ def _no_such_error(url: str, why: str, verb: str) -> TrainctlError:
 
 
 def _unreadable_error(url: str, why: str, after: str, verb: str) -> TrainctlError:
-    return TrainctlError(
+    return MachineError(
         redact_text(f"cannot {verb} {url}{after}: {why}"),
         hint=f"see that it is there and that you may {verb} it from here; credentials are those of "
         "its client's own variables and files",
-        exit_code=ExitCode.environment,
     )
 
 
@@ -336,10 +334,9 @@ def modules_of_url(url: str) -> tuple[str, ...]:
 
 
 def _missing_package_error(url: str, error: ImportError) -> TrainctlError:
-    return TrainctlError(
+    return MachineError(
         redact_text(f"{url} needs a package that is missing ({error})"),
         hint=install_command(*modules_of_url(url)),
-        exit_code=ExitCode.environment,
     )
 
 
@@ -400,8 +397,7 @@ def import_optional(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as missing:
-        raise TrainctlError(
+        raise MachineError(
             f"{what} needs a package that is missing ({missing})",
             hint=install_command(module),
-            exit_code=ExitCode.environment,
         ) from None

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from trainctl.config.schema import DataConfig, DataFromRecords
 from trainctl.config.suggest import nearest_names
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.readers.check import BAD_TEXT, TEXT_KEY, FileProblem
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.remote import File, import_optional
@@ -318,10 +318,9 @@ def _exit_error(file: File, code: int) -> TrainctlError:
             hint="fetch or write it again",
         )
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return TrainctlError(
+    return MachineError(
         f"the process that read {file} {how}",
         hint="it may have had too little memory; start again",
-        exit_code=ExitCode.environment,
     )
 
 

@@ -60,7 +60,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     mesh, mesh_reasons = derive_mesh(config.parallelism, hardware)
     batch, batch_reasons = derive_batch(config.training, mesh.data) if mesh else (None, ())
     batches, ramp_reasons = derive_ramp(config.training, batch)
-    total_steps, total_reasons = derive_total_steps(config.training, batches)
+    total_steps, total_reasons = derive_total_steps(config.training, batches, config.objective)
 
     draft = Draft(
         config=config,

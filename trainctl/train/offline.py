@@ -21,7 +21,7 @@ from pkgutil import resolve_name
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, RunStateError, TrainctlError
 from trainctl.runs.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -131,10 +131,9 @@ def _on_weights(
     except (FileNotFoundError, ValueError):  # a file of the checkpoint, or its manifest
         if folder.is_dir():
             raise
-        raise TrainctlError(
+        raise RunStateError(
             f"{folder.name} was removed while it was read",
             hint="the run goes on and keeps checkpoint.keep of them; try again",
-            exit_code=ExitCode.run_state,
         ) from None
 
 
@@ -175,10 +174,9 @@ def _evaluate(given: ChosenWeights, samples: int | None = None) -> dict[str, Any
         attach_saved_teacher(plan, run, sides_of(corpora, datasets))
     samples = samples or plan.config.training.evaluation_samples
     if samples == 0 or not any(dataset.num_samples for dataset in datasets.values()):
-        raise TrainctlError(
+        raise RunStateError(
             "the run holds out no sample to evaluate on",
             hint="data.held_out_paths or data.held_out_fraction, in a new run",
-            exit_code=ExitCode.run_state,
         )
     model = given.load()
     with model.inference():

@@ -18,7 +18,7 @@ from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.engines.process import Process, ProcessMesh, join_mesh
 from trainctl.engines.protocol import Engine, Job, engine_backend
 from trainctl.engines.shards import Pieces
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError
 from trainctl.models.hf_weights import Buffer, persistent_buffers, remaining_buffers
 from trainctl.options.adapter import low_rank
 from trainctl.options.precision import precision_of
@@ -356,10 +356,9 @@ def _newest_checkpoint(
     others = changed_sources(corpora, checkpoint.manifest) if checkpoint is not None else []
     if checkpoint is not None and others:
         of = "" if others == [SINGLE_SOURCE] else f" of {', '.join(others)}"
-        raise TrainctlError(
+        raise RunStateError(
             f"{checkpoint.path.name} was trained on another corpus{of}",
             hint="restore the files, or start a new run",
-            exit_code=ExitCode.run_state,
         )
     return checkpoint
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.suggest import did_you_mean, first_line, nearest_names
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 
 Progress = Callable[[str, int, int], None]
 
@@ -125,12 +125,11 @@ def evaluate_tasks(
         )
         rows = rows_of_tasks(model, manager, asked)
     except Exception as error:  # raised by any data set, metric package or template
-        raise TrainctlError(
+        raise MachineError(
             f"lm-eval cannot do {', '.join(asked.tasks)}: {type(error).__name__}: "
             f"{first_line(error)}",
             hint="data of a task comes from the hub once and is kept; code that comes with a model "
             "or data is not run",
-            exit_code=ExitCode.environment,
         ) from error
     return {"results": rows, "lm_eval": version("lm_eval")}
 

@@ -172,7 +172,8 @@ def attention_seconds(
     ones).
     """
     model = config.model
-    products = attention_products(model, sequence_length) / max(model.num_layers, 1) / tensor
+    blocks = model.num_layers + (model.future_blocks or 0)
+    products = attention_products(model, sequence_length) / max(blocks, 1) / tensor
     if model.attention is AttentionKind.eager:
         score_bytes = 8 if _is_fused(config) else 22
         keys = min(sequence_length, shapes.attention_window(model) or sequence_length)
@@ -211,17 +212,28 @@ def _traffic_bytes(config: RunConfig, tensor: int) -> float:
 
 
 def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> float:
-    """Return the seconds per micro-batch in the output projection and the loss, both passes."""
+    """Return the seconds per micro-batch in the output projection and the loss, both passes, for
+    the next and further tokens; and in the projections before the blocks of further tokens.
+    """
     model, kind = config.model, config.kernels.cross_entropy
     if objective_of(config.objective).reads == HIDDEN_STATES:
         return 0.0
-    logits = tokens * (model.score_outputs or model.vocab_size / tensor)
+    heads = 1 + (model.future_blocks or 0)
+    logits = heads * tokens * (model.score_outputs or model.vocab_size / tensor)
     product = 2 * logits * model.hidden_size / speed.wide_products
     passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # the loss recomputes its chunks
     per_logit = LOGIT_BYTES
     if kind is CrossEntropyKind.liger_fused:
         passes, per_logit = 3.0, FUSED_LOGIT_BYTES
-    return passes * product + logits * per_logit / speed.memory
+    joined = (1 + BACKWARD_TO_FORWARD) * 2 * tokens * _joining_weights(model) / speed.products
+    return passes * product + logits * per_logit / speed.memory + joined
+
+
+def _joining_weights(model: ModelConfig) -> int:
+    """Return the elements of the projections of hidden states and embeddings that each block of
+    further tokens begins with (`MtpLayer`).
+    """
+    return (model.future_blocks or 0) * 2 * model.hidden_size**2
 
 
 def stage_parameters(
@@ -235,6 +247,7 @@ def stage_parameters(
     vocabulary = model.vocab_size * model.hidden_size
     alone = model.score_outputs is not None or (has_embedding and model.tie_word_embeddings)
     ends = vocabulary * (has_embedding + (has_head and not alone))
+    ends += has_head * _joining_weights(model)
     return (blocks * weights + ends) / tensor
 
 

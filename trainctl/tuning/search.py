@@ -293,7 +293,7 @@ def _certainly_fits(candidate: Candidate, state: _State) -> bool:
     memory = device_budget(sketch, traced_model(sketch.config))
     if memory.fits or not memory.device_capacity_bytes:
         return True
-    needs = memory.device_peak_bytes
+    needs = memory.device_peak_high_bytes
     state.least_bytes = needs if state.least_bytes is None else min(needs, state.least_bytes)
     reason = (
         f"a device would need {memory.device_peak_bytes / GIB:.1f} GiB (between "
@@ -378,8 +378,8 @@ SAVING = (
 def explain_infeasible(space: Space, least_bytes: int | None) -> tuple[Finding, ...]:
     """Return what to change so that a search finds something.
 
-    All candidates of `space` have been tried. `least_bytes` is the memory of the smallest budgeted
-    variant; None if none was budgeted.
+    All candidates of `space` have been tried. `least_bytes` is the upper bound of the memory of the
+    smallest budgeted variant; None if none was budgeted.
     """
     left_out = space.left_out
     key, legal = _nearest_batches(space)
@@ -419,7 +419,7 @@ def _memory_finding(space: Space, least_bytes: int | None, larger: str) -> Findi
     of = f" of {memory_text(capacity)}" if capacity else ""
     needs = ""
     if least_bytes is not None:
-        needs = f": the least that was tried needs {memory_text(least_bytes)}"
+        needs = f": the least that was tried needs up to {memory_text(least_bytes)}"
     elif states < inf:
         needs = f": weights and optimizer states alone need {memory_text(states)}"
     settled = _hint_to_unset(space, (*SHARING, *SAVING))

@@ -36,6 +36,12 @@ from trainctl.rules.plan.layout import (
     ring_drops_nothing,
     ring_has_a_kernel,
 )
+from trainctl.rules.plan.model import module_can_do_what_is_asked
+from trainctl.rules.plan.optimizer import (
+    future_blocks_go_with_the_rest,
+    objective_goes_with_the_rest,
+)
+from trainctl.rules.plan.trainable import frozen_weights_go_with_the_rest
 from trainctl.tuning.experts import expert_weights
 from trainctl.tuning.speed import TimedVariant, Values, time_variant, with_values
 
@@ -66,13 +72,17 @@ VARIANT_KEYS = frozenset(
 """Keys in which the variants of a layout differ."""
 
 
-AXIS_RULES = (
+EARLY_RULES = (
     attention_sees_the_whole_sequence,
     parallelism_knows_the_architecture,
     ring_has_a_kernel,
     ring_drops_nothing,
+    module_can_do_what_is_asked,
+    objective_goes_with_the_rest,
+    future_blocks_go_with_the_rest,
+    frozen_weights_go_with_the_rest,
 )
-"""Rules whose refusal of an axis does not depend on its size."""
+"""Rules whose refusal of an axis, an offload or a loss holds for any size and layout."""
 
 RING_CHUNK = 4096
 """Fewest tokens of a chunk for which context ranks are tried. Keys of 4,096 arrive within the
@@ -205,7 +215,8 @@ class Space:
             rounds.append([(cpu, none), (cpu, cpu)])
             if self.config.offload.nvme_path is not None:
                 rounds.append([(nvme, none), (nvme, nvme)])
-        return [[dict(zip(keys, pair, strict=True)) for pair in pairs] for pairs in rounds]
+        values = [[dict(zip(keys, pair, strict=True)) for pair in pairs] for pairs in rounds]
+        return [[each for each in part if not self._is_refused("offload", each)] for part in values]
 
     def _launcher(self) -> Values:
         """Return the launcher keys to change: not every launcher starts several machines."""
@@ -277,7 +288,8 @@ class Space:
             if self.is_fixed(f"parallelism.{name}"):
                 options.append([getattr(parallelism, name)])
             else:
-                largest = 1 if self._is_refused(name) else most.get(name, world)
+                is_refused = self._is_refused("parallelism", {f"parallelism.{name}": 2})
+                largest = 1 if is_refused else most.get(name, world)
                 options.append([size for size in divisors(world) if size <= largest])
         for sizes in product(*options):
             mesh = Mesh(data=1, **dict(zip(AXES, sizes, strict=True)))
@@ -288,18 +300,27 @@ class Space:
                 continue
             yield replace(mesh, data=data)
 
-    def _is_refused(self, axis: str) -> bool:
-        """Return True if rules about the model refuse an axis of any size."""
-        sizes = {f"parallelism.{name}": 2 if name == axis else 1 for name in AXES}
+    def _is_refused(self, section: str, values: Values) -> bool:
+        """Return True if `EARLY_RULES` refuse values of a section on any layout."""
+        axes = {f"parallelism.{name}": 1 for name in AXES}
         draft = Draft(
-            config=with_values(self.base, sizes),
+            config=with_values(self.base, {**axes, **values}),
             hardware=self.hardware,
             mesh=None,
             batch=None,
             batches=None,
             total_steps=None,
         )
-        return any(True for rule in AXIS_RULES for _ in rule.problems(draft))
+        problems = (problem for rule in EARLY_RULES for problem in rule.problems(draft))
+        return any(problem.key.partition(".")[0] == section for problem in problems)
+
+    @cached_property
+    def _may_chunk_loss(self) -> bool:
+        config = self.config
+        if not config.trains_itself or config.kernels.compile is CompileKind.deepcompile:
+            return False
+        chunked = {"kernels.cross_entropy": CrossEntropyKind.chunked}
+        return not self._is_refused("kernels", chunked)
 
     def _most_expert_ranks(self) -> int:
         """Return the largest size of the expert axis: the number of experts of a layer."""
@@ -400,7 +421,7 @@ class Space:
         if self.is_fixed(key) or self.config.kernels.cross_entropy is CrossEntropyKind.liger_fused:
             return [(0, {})]
         plain = (1, {key: CrossEntropyKind.plain})
-        if mesh.pipeline > 1 or self.config.kernels.compile is CompileKind.deepcompile:
+        if mesh.pipeline > 1 or not self._may_chunk_loss:
             return [plain]
         return [(0, {key: CrossEntropyKind.chunked}), plain]
 

@@ -89,7 +89,9 @@ class StepTime:
     offload: float = 0.0
     """Copies to and from host memory or NVMe."""
     rollout: float = 0.0
-    """Generation of the answers that the step learns from, all as long as they may be."""
+    """Generation of the answers that the step learns from, all as long as they may be, without
+    the further rounds of `objective.dynamic_sampling`.
+    """
 
     @property
     def seconds(self) -> float:
@@ -168,9 +170,11 @@ def step_time(plan: LayoutPlan) -> StepTime:
 
 def _kinds_of_ranks(plan: LayoutPlan) -> set[tuple[int, bool, bool]]:
     """Return the numbers of blocks of the pipeline ranks, each with whether it has the embedding
-    and the head.
+    and the head. Blocks that predict further tokens are on the rank with the head.
     """
-    counts = plan.stage_blocks or (plan.config.model.num_layers,)
+    model = plan.config.model
+    *before, last = plan.stage_blocks or (model.num_layers,)
+    counts = (*before, last + (model.future_blocks or 0))
     held = [plan.stages_of(rank) for rank in range(plan.mesh.pipeline)]
     return {(sum(counts[stage] for stage in own), 0 in own, len(counts) - 1 in own) for own in held}
 

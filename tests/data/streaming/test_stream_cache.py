@@ -17,7 +17,7 @@ import pytest
 from bucket import s3_server
 
 from trainctl.data.streaming import cache as cache_module
-from trainctl.data.streaming.cache import ShardCache, never_used_again
+from trainctl.data.streaming.cache import ShardCache
 from trainctl.data.streaming.corpora import StreamedTokens
 from trainctl.data.streaming.transfer import (
     ShardFacts,
@@ -47,6 +47,10 @@ SIDES = {"train": (IDS, ENDS), "held_out": HELD_OUT}
 
 def unheard(_):
     """Nobody listens."""
+
+
+def never_used_again(_):
+    return inf
 
 
 def cache_of(folder, place, record, *, shards=3, next_use=never_used_again, tell=unheard):
@@ -238,14 +242,14 @@ def test_what_is_not_as_it_was_written_is_fetched_again_and_then_refused(
 FETCHER = """
 import sys, time
 from pathlib import Path
-from trainctl.data.streaming.cache import ShardCache, never_used_again
+from trainctl.data.streaming.cache import ShardCache
 from trainctl.data.streaming.transfer import ShardFacts
 def fetch(name):
     yield b"x"
     print("begun", flush=True)
     time.sleep(60)
 facts = ShardFacts(0, 8, 0)
-cache = ShardCache(Path(sys.argv[1]), 100, lambda name: facts, fetch, never_used_again, print)
+cache = ShardCache(Path(sys.argv[1]), 100, lambda _: facts, fetch, lambda _: float("inf"), print)
 cache.opened("a.shard")
 """
 

@@ -121,6 +121,22 @@ def test_sampling_and_rewards():
     assert call == "judge:reward_func"
 
 
+@pytest.mark.parametrize("rank", [0, 8])
+def test_sampled_answers_validate(tmp_path, rank):
+    file = tmp_path / "train.sh"
+    file.write_text(
+        "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path org/m "
+        "--data.prompt_dataset a/b --data.label_key label --algo.advantage.estimator group_norm "
+        "--algo.kl.use_loss --algo.kl.init_coef 1e-3 --train.num_episodes 3 --train.batch_size 64 "
+        f"--rollout.batch_size 8 --rollout.n_samples_per_prompt 8 --ds.lora.rank {rank}"
+    )
+    found = import_file(file)
+    assert left(found) == ({*()} if rank else {"algo.kl.init_coef"})
+    assert found.settings["training.epochs"] == 3
+    assert found.settings.get("objective.kl_weight") == (1e-3 if rank else None)
+    assert found.missing == ()
+
+
 def test_programs_without_rollouts_and_flags_of_older_versions():
     sft = convert("train_sft", pretrain="org/m", dataset="a/b", lora_rank=8, learning_rate=1e-5)
     assert sft.choices["adapter"] == "lora" and sft.choices["data"] == "chat"

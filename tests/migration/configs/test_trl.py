@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from trainctl.migration.configs.import_file import import_file
 from trainctl.migration.configs.import_table import import_document
 from trainctl.migration.configs.result import Why
 from trainctl.migration.configs.tables import detect, load_table
@@ -157,6 +159,7 @@ def test_grpo_and_rloo():
         "loss_type": "dr_grpo",
         "scale_rewards": False,
         "beta": 0.04,
+        "use_peft": True,
     }
     result = convert(**given)
     assert (result.choices["objective"], result.choices["data"]) == ("grpo", "prompts")
@@ -179,6 +182,25 @@ def test_grpo_and_rloo():
     rloo = convert(**{"class": "trl.RLOOConfig", "max_completion_length": 64})
     assert rloo.settings["objective.advantage"] == "leave_one_out"
     assert rloo.settings["objective.samples"] == 2
+
+
+def test_grpo_validates(tmp_path):
+    given = {
+        "model_name_or_path": "org/m",
+        "dataset_name": "a/b",
+        "reward_funcs": ["accuracy_reward"],
+        "num_train_epochs": 2,
+        "beta": 0.04,
+    }
+    file = tmp_path / "grpo.yaml"
+    for alone in ({}, {"use_peft": True, "lora_modules_to_save": ["lm_head"]}):
+        file.write_text(json.dumps(given | alone))
+        found = import_file(file)
+        assert "beta" in left(found) and "num_train_epochs" not in left(found)
+        assert found.settings["training.epochs"] == 2 and found.missing == ()
+    file.write_text(json.dumps(given | {"use_peft": True}))
+    found = import_file(file)
+    assert found.settings["objective.kl_weight"] == 0.04 and found.missing == ()
 
 
 def test_mixtures():

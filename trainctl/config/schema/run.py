@@ -201,11 +201,14 @@ class DataConfig:
     )
     sort_bytes: int = option(
         1 << 30,
-        "Memory that a process of the deduplication may take to sort hashes; less makes more, "
-        "smaller pieces on disk.",
+        "Memory that a process may take to sort hashes, when copies are looked for; less makes "
+        "more, smaller pieces on disk.",
         unit="bytes",
         minimum=1 << 20,
-        needs=(lambda data: data.dedup is not Dedup.none, "data.dedup"),
+        needs=(
+            lambda data: data.has_quality_rules,
+            "data.dedup, data.filters or data.decontaminate",
+        ),
         whole=True,
     )
     sources: dict[str, SourceConfig] = option(
@@ -222,6 +225,13 @@ class DataConfig:
         example="[{until: 0.8}, {weights: {code: 1}, sequence_length: 512}]",
         whole=True,
     )
+
+    @property
+    def has_quality_rules(self) -> bool:
+        """Whether the run filters, deduplicates or decontaminates its documents."""
+        sections: list[Any] = [self, *self.sources.values()]
+        is_filtered = any(keys is not None for each in sections for keys in each.filters.values())
+        return is_filtered or self.dedup is not Dedup.none or bool(self.decontaminate)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainctl.config.schema import DataExecutor, RunConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def lost_tasks(names: Sequence[str], how: str, hint: str) -> TrainctlError:
     `how` is the end of the process, as a clause that follows "the process of TASK".
     """
     some = ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
-    return TrainctlError(f"the process of {some} {how}", hint=hint, exit_code=ExitCode.environment)
+    return MachineError(f"the process of {some} {how}", hint=hint)
 
 
 PATIENCE_SECONDS = 70.0
@@ -106,8 +106,7 @@ def require_results(
         if time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
             continue
-        raise TrainctlError(
+        raise MachineError(
             f"{executor} has finished {names[0]}, and {folder} does not have its result",
             hint="name a folder that all machines share in TRAINCTL_CACHE_DIR",
-            exit_code=ExitCode.environment,
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 from trainctl.data.executors import Done, ExecutorTask, ignore_done
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError
 from trainctl.runs.processes import available_cores, die_with_parent
 
 _WORTH_A_PROCESS = 8 << 20
@@ -62,11 +62,10 @@ class LocalExecutor:
                 left.discard(task.name)
                 done(task)
         except BrokenProcessPool:
-            raise TrainctlError(
+            raise MachineError(
                 f"a process that prepares text was killed, with {len(left):,} of {len(tasks):,} "
                 "tasks left",
                 hint="start again: what is finished is kept; fewer processes need less memory",
-                exit_code=ExitCode.environment,
             ) from None
         finally:
             if left:  # an error, or an interruption: nobody waits for a long task

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.data.executors import Done, ExecutorTask, ignore_done, lost_tasks
-from trainctl.errors import ExitCode, TrainctlError, describe_exception
+from trainctl.errors import MachineError, describe_exception
 from trainctl.readers.remote import import_optional, print_notice
 
 _RETRIES = 8
@@ -40,14 +40,16 @@ class RayExecutor:
         ray, is_ours = _connect(self.address)
         remote = ray.remote(num_cpus=1, max_retries=_RETRIES)(_call_in)
         folder = str(Path.cwd())
+        lost = f"the Ray cluster at data.executor_address={self.address} was lost"
         waiting = iter(tasks)
         running: dict[Any, ExecutorTask] = {}
         try:
-            with _convert_errors(self.address):
+            with _convert_errors(lost):
                 notify_if_reserved(ray)
             while True:
-                with _convert_errors(self.address):
-                    count = self.workers or _AHEAD * int(ray.cluster_resources().get("CPU", 1))
+                with _convert_errors(lost):
+                    cpus = int(ray.cluster_resources().get("CPU", 0))
+                    count = self.workers or _AHEAD * max(1, cpus)
                     for task in islice(waiting, max(0, count - len(running))):
                         running[remote.options(name=task.name).remote(folder, task.call)] = task
                     if not running:
@@ -71,15 +73,18 @@ class RayExecutor:
 
 
 def notify_if_reserved(ray: Any) -> None:
-    """Print a notice if placement groups hold all CPUs of the cluster, such as those of a run."""
+    """Print a notice if no CPU is free: there is none, or placement groups (of runs) hold all."""
     cpus, groups = ray.cluster_resources().get("CPU", 0), ray.util.placement_group_table().values()
     bundles = (each["bundles"].values() for each in groups if each["state"] == "CREATED")
     held = sum(bundle.get("CPU", 0) for some in bundles for bundle in some)
-    if held and cpus - held < 1:
-        print_notice(
-            f"no task can start: placement groups hold all {cpus:g} CPUs of the cluster; a lower "
+    if cpus - held < 1:
+        why = (
+            f"placement groups hold all {cpus:g} CPUs of the cluster; a lower "
             "launcher.cpus_per_node leaves some free"
+            if held
+            else f"the cluster has {cpus:g} CPUs, and a task takes 1"
         )
+        print_notice(f"no task can start: {why}")
 
 
 def _require_listener(address: str) -> None:
@@ -130,7 +135,7 @@ def _connect(address: str) -> tuple[Any, bool]:
         return ray, False
     variables = {name: value for name, value in os.environ.items() if name.startswith("TRAINCTL_")}
     variables |= {"PYTHONSAFEPATH": "1", "RAYON_NUM_THREADS": "1"}  # a task has one CPU
-    with _convert_errors(address):
+    with _convert_errors(f"no Ray cluster at data.executor_address={address}"):
         _require_listener(address)
         ray.init(
             address,
@@ -142,18 +147,16 @@ def _connect(address: str) -> tuple[Any, bool]:
 
 
 @contextmanager
-def _convert_errors(address: str) -> Iterator[None]:
+def _convert_errors(problem: str) -> Iterator[None]:
     """Report errors of a connection within the context as a TrainctlError (exit code 4)."""
     from ray.exceptions import RayError
 
     try:
         yield
     except (RayError, RuntimeError, ValueError, OSError) as error:
-        raise TrainctlError(
-            f"no Ray cluster at data.executor_address={address}: "
-            f"{' '.join(describe_exception(error).split())}",
+        raise MachineError(
+            f"{problem}: {' '.join(describe_exception(error).split())}",
             hint="ray start --head on one machine, and ray start --address=HOST:6379 on the others",
-            exit_code=ExitCode.environment,
         ) from None
 
 
@@ -165,9 +168,8 @@ def _require_connection_to(address: str, connected: str) -> None:
     with suppress(OSError):
         host, own = socket.gethostbyname(host), socket.gethostbyname(own)
     if (host, port) != (own, own_port):
-        raise TrainctlError(
+        raise MachineError(
             f"this process is connected to the Ray cluster {connected}, and "
             f"data.executor_address={address} is another one",
             hint="ray.shutdown() first, or data.executor_address=auto",
-            exit_code=ExitCode.environment,
         )

@@ -37,8 +37,8 @@ from trainctl.data.executors import (
     ignore_done,
     lost_tasks,
 )
-from trainctl.errors import ExitCode, TrainctlError, describe_exception
-from trainctl.options.launcher.slurm import SlurmConfig
+from trainctl.errors import ExitCode, RunStateError, TrainctlError, describe_exception
+from trainctl.options.launcher.slurm import SlurmConfig, shared_options
 from trainctl.readers.remote import print_notice
 from trainctl.runs.files import write_json
 from trainctl.runs.tools import run_tool
@@ -67,14 +67,8 @@ class SlurmExecutor:
         options: list[str] = []
         section = config.launcher
         if isinstance(section, SlurmConfig):
-            named = {
-                "partition": section.slurm_partition,
-                "account": section.slurm_account,
-                "qos": section.slurm_qos,
-                "constraint": section.slurm_constraint,
-                "time": section.slurm_time_minutes,
-            }
-            options = [f"--{name}={value}" for name, value in named.items() if value is not None]
+            shared = shared_options(section).items()
+            options = [f"--{name}={value}" for name, value in shared if value is not None]
         return cls((*options, *config.data.executor_options), workers)
 
     def run(self, tasks: Sequence[ExecutorTask], done: Done = ignore_done) -> None:
@@ -256,8 +250,6 @@ def _read_calls(folder: Path, digest: str, number: int) -> list[Callable[[], obj
         sha256(listed).hexdigest() != digest
         or sha256(raw).hexdigest() != json.loads(listed)[number]
     ):
-        raise TrainctlError(
-            f"{folder} has other calls than were submitted", exit_code=ExitCode.run_state
-        )
+        raise RunStateError(f"{folder} has other calls than were submitted")
     calls: list[Callable[[], object]] = pickle.loads(raw)
     return calls

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.quality.batches import I64, Bool, Entry
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError
 from trainctl.runs.files import sync_directory, write_json
 
 Array = npt.NDArray[Any]
@@ -137,10 +137,9 @@ class Columns:
         except (ValueError, TypeError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{folder} has no columns of a corpus that could be used: {problem}",
                 hint="remove it, and prepare the corpus again: what is done is not done again",
-                exit_code=ExitCode.run_state,
             )
         return columns
 

@@ -21,12 +21,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from math import inf
 from pathlib import Path
 
 from trainctl.data.cache_files import convert_write_errors, crc32_of
 from trainctl.data.streaming.transfer import ShardFacts
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.readers.remote import Notify
 from trainctl.runs.files import open_lock
 
@@ -324,10 +323,9 @@ class ShardCache:
                     break
                 self._tell(f"{name} {found}; attempt {attempt} of {CRC_ATTEMPTS}")
             else:
-                raise TrainctlError(
+                raise MachineError(
                     f"{name} {found}, {CRC_ATTEMPTS} times",
                     hint="write it again: remove it there, and trainctl data prepare ... --to URL",
-                    exit_code=ExitCode.environment,
                 )
             with self._locked(), convert_write_errors(self._folder):
                 os.fsync(descriptor)
@@ -354,14 +352,8 @@ class ShardCache:
         return "" if crc == facts.crc else "has another checksum than was written with it"
 
     def _too_small_error(self, size: int) -> TrainctlError:
-        return TrainctlError(
+        return MachineError(
             f"a shard of {size:,} bytes has no room in {self._folder}, which may have "
             f"{self._limit:,}",
             hint=f"cache_bytes={4 * size}",
-            exit_code=ExitCode.environment,
         )
-
-
-def never_used_again(_: str) -> float:
-    """Return infinity: a next use for shards that are not needed again."""
-    return inf

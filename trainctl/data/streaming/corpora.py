@@ -36,7 +36,7 @@ from trainctl.data.streaming.transfer import (
     upload_shards,
 )
 from trainctl.data.tokenizer import Tokenizer
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, RunStateError, TrainctlError
 from trainctl.options.data.stream import StreamConfig, shards_needed
 from trainctl.plans.mixture import sources_of
 from trainctl.readers.remote import Notify, print_notice
@@ -175,11 +175,10 @@ def open_streamed_corpus(section: StreamConfig, tokenizer: Tokenizer, notify: No
     try:
         corpus = Corpus.of(record.corpus)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise TrainctlError(
+        raise MachineError(
             f"the record of the corpus at data.url={section.url} is not understood: "
             f"{type(error).__name__}: {error}",
             hint="the version of trainctl that wrote it, or a later one",
-            exit_code=ExitCode.environment,
         ) from None
     folder = shard_cache_folder(section, record.digest)
     with convert_write_errors(folder):
@@ -214,11 +213,10 @@ def check_shard_caches(config: RunConfig, corpora: Mapping[str, Corpus]) -> None
         folder = shard_cache_folder(section, record.digest)
         free = shutil.disk_usage(folder).free + stream.cache.size()
         if free < min(section.cache_bytes, record.size("train", "held_out")):
-            raise TrainctlError(
+            raise MachineError(
                 f"{folder} has {free / 1e9:,.2f} GB free, and {key}cache_bytes is "
                 f"{section.cache_bytes / 1e9:,.2f} GB",
                 hint=f"free space there, or name another folder in {key}cache_folder",
-                exit_code=ExitCode.environment,
             )
 
 
@@ -270,10 +268,9 @@ def _open_stream(section: StreamConfig, corpus: Corpus) -> Stream:
         return Stream(section, StreamRecord.from_json(kept.read_bytes(), str(kept)))
     record = read_record(section.url)
     if record.digest != corpus.digest:
-        raise TrainctlError(
+        raise RunStateError(
             f"{section.url} has another corpus than this run has begun with",
             hint="restore it",
-            exit_code=ExitCode.run_state,
         )
     return Stream(section, record)
 

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.data.token_arrays import Tokens
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.readers.remote import (
     Notify,
     call_with_retries,
@@ -122,10 +122,9 @@ class StreamRecord:
                     raise ValueError(f"the shards of {split} do not have its tokens")
             return record
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise TrainctlError(
+            raise MachineError(
                 f"{where} is no record of a prepared corpus: {type(error).__name__}: {error}",
                 hint="trainctl data prepare ... --to URL writes one",
-                exit_code=ExitCode.environment,
             ) from None
 
 
@@ -213,10 +212,9 @@ def read_record(place: str, notify: Notify = print_notice) -> StreamRecord:
     url = f"{as_url(place)}/{RECORD}"
     text = _read_text(url, notify)
     if text is None:
-        raise TrainctlError(
+        raise MachineError(
             f"there is no prepared corpus at {place}: it has no {RECORD}",
             hint=f"trainctl data prepare ... --to {place}, again if it was cut off",
-            exit_code=ExitCode.environment,
         )
     return StreamRecord.from_json(text, url)
 
@@ -230,10 +228,9 @@ def blocks_of_shard(place: str, digest: str, notify: Notify, name: str) -> Itera
     url = f"{as_url(place)}/{corpus_folder_name(digest)}/{name}"
     files, _ = list_url(url, notify)
     if not files:
-        raise TrainctlError(
+        raise MachineError(
             f"{url} is not there",
             hint="write the corpus again: trainctl data prepare ... --to URL",
-            exit_code=ExitCode.environment,
         )
     with files[0].open(notify=notify) as stream:
         while block := stream.read(_BLOCK_BYTES):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError
 from trainctl.migration.checkpoints.dcp import DcpFolder
 from trainctl.migration.checkpoints.source import Source, SourceProgress
 from trainctl.migration.checkpoints.torch_states import Readable
@@ -146,14 +146,13 @@ class MegatronSource(Source):
         states: dict[tuple[str, str], Readable] = {}
         for key, tensor in self._folder.tensors.items():
             if key.startswith(_UNREADABLE):
-                raise TrainctlError(
+                raise RunStateError(
                     f"{self.path}: the optimizer's states are in the buckets of Megatron's "
                     "distributed optimizer (dp_reshardable), which do not say which parameter is "
                     "where",
                     hint="let Megatron-LM load it and save it again with "
                     "--dist-ckpt-optim-fully-reshardable (or with --no-save-optim, for the weights "
                     "alone)",
-                    exit_code=ExitCode.run_state,
                 )
             if found := _STATE.fullmatch(key):
                 weights = self._folder.tensors.get(found[2], tensor)
@@ -172,16 +171,14 @@ class MegatronSource(Source):
         for name, usual in _USUAL.items():
             value = self._arguments.get(name, usual)
             if value != usual:
-                raise TrainctlError(
+                raise RunStateError(
                     f"{self.path}: {name}={value} makes another function of the same weights than "
                     "transformers' models have",
-                    exit_code=ExitCode.run_state,
                 )
         if "num_attention_heads" not in self._arguments:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{self.path / 'common.pt'} has no arguments of Megatron-LM, which say how many "
                 "heads lie in a fused tensor",
-                exit_code=ExitCode.run_state,
             )
 
     def _named_parts(self) -> Iterator[tuple[str, _Part]]:
@@ -196,9 +193,8 @@ class MegatronSource(Source):
                 continue
             parts = list(self._parts_of(key, tensor.shape, is_gpt2))
             if not parts:
-                raise TrainctlError(
+                raise RunStateError(
                     f"{self.path}: {key} is of no decoder like Llama, Qwen3 or GPT-2",
-                    exit_code=ExitCode.run_state,
                 )
             yield from parts
 
@@ -419,10 +415,9 @@ def open_source(directory: Path) -> MegatronSource:
         if not directory.is_dir():
             raise damaged(directory, f"{TRACKER} names it, and it is missing")
     if _backend(directory) != "torch_dist":
-        raise TrainctlError(
+        raise RunStateError(
             f"{directory} is no checkpoint of Megatron's format torch_dist",
             hint="convert it there: --ckpt-convert-format torch_dist --ckpt-convert-save DIR",
-            exit_code=ExitCode.run_state,
         )
     return MegatronSource(directory)
 

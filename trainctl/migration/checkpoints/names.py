@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError
 from trainctl.migration.checkpoints.source import Source
 
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -90,11 +90,10 @@ def order_by_shape(
             break
         found[name] = fitting[0].pop(0)
     if len(found) < len(shapes) or any(queues):
-        raise TrainctlError(
+        raise RunStateError(
             f"{path}: which of the optimizer's states belong to which parameters does not follow "
             "from their shapes, and their names are not saved",
             hint="save with one parameter group, or with ZeRO 1, which saves the names",
-            exit_code=ExitCode.run_state,
         )
     return found
 
@@ -119,9 +118,8 @@ def _check_tied(source: Source, name: str, first: str, other: str) -> None:
         here, there = (source.read(each, "master", start, end) for each in (first, other))
         same = same and torch.equal(here, there)
     if not same:
-        raise TrainctlError(
+        raise RunStateError(
             f"{source.path}: {first} and {other} differ, and the model has one weight for both "
             f"({name})",
             hint="model.tie_word_embeddings=false",
-            exit_code=ExitCode.run_state,
         )

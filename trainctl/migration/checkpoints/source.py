@@ -14,7 +14,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.suggest import did_you_mean, nearest_names
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -173,9 +173,8 @@ def open_source(directory: Path, format: str | None = None) -> Source:
         source: Source = module.open_source(directory)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise TrainctlError(
+        raise RunStateError(
             f"{directory} is no {FORMATS[name].described} that can be read ({what})",
             hint="it is damaged, or of a version that is not known",
-            exit_code=ExitCode.run_state,
         ) from error
     return source

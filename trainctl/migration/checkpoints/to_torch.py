@@ -11,7 +11,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import RunConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.plans.deepspeed import optimizer_parameter
 from trainctl.plans.mup import multipliers
@@ -84,10 +84,9 @@ class ExportedRun:
         model = skeleton(config.model, torch.float32)
         saved.check(config.model, {n: list(p.shape) for n, p in model.named_parameters()})
         if not saved.was_updated:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{checkpoint.name} has no optimizer states",
                 hint="--to transformers writes the weights",
-                exit_code=ExitCode.run_state,
             )
         states = spec.states_of(config.optimizer, is_matrix=False)
         return cls(saved, plan, model, tuple(states))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainctl.config.schema import RunConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.migration.checkpoints.universal import POINTER, WEIGHTS
 from trainctl.plans.trainable import is_partial
 from trainctl.train.checkpoint.content import CheckpointReader
@@ -99,11 +99,10 @@ def _require_adam(config: RunConfig, reader: CheckpointReader) -> None:
         )
     missing = set(_STATES) - set(reader.manifest["states"])
     if missing:
-        raise TrainctlError(
+        raise RunStateError(
             f"{reader.path.name} has no {' and no '.join(sorted(missing))}, which DeepSpeed's "
             f"universal format needs (optimizer={config.optimizer.kind})",
             hint="without --to, the weights are exported without optimizer states",
-            exit_code=ExitCode.run_state,
         )
 
 

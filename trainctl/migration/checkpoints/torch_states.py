@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.migration.checkpoints.names import common_prefix, order_by_shape
 from trainctl.migration.checkpoints.source import Source
 from trainctl.models.hf_weights import tied_names
@@ -207,7 +207,7 @@ def _shape_of(states: Mapping[str, Any]) -> tuple[int, ...]:
 
 def unusable(path: Path, why: str, hint: str = "") -> TrainctlError:
     """Return the error of a checkpoint that is whole, but cannot be used (exit code 5)."""
-    return TrainctlError(f"{path}: {why}", hint=hint, exit_code=ExitCode.run_state)
+    return RunStateError(f"{path}: {why}", hint=hint)
 
 
 class TorchSource(Source):

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.migration.checkpoints import deepspeed
 from trainctl.migration.checkpoints.dcp import DcpFolder, DcpSource, newest_step
 from trainctl.migration.checkpoints.names import without_wrappers
@@ -247,4 +247,4 @@ def _of_the_source(hint: str) -> Iterator[None]:
         yield
     except TrainctlError as error:
         why = error.message.removeprefix("model.initial_weights: ")
-        raise TrainctlError(why, hint=hint, exit_code=ExitCode.run_state) from None
+        raise RunStateError(why, hint=hint) from None

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.migration.record import Record
 
 PIECE_BYTES = 1 << 26
@@ -34,10 +34,9 @@ PIECE_BYTES = 1 << 26
 
 def damaged(path: Path, why: str) -> TrainctlError:
     """Return the error of a damaged or missing file of a foreign checkpoint (exit code 5)."""
-    return TrainctlError(
+    return RunStateError(
         f"{path}: {why}",
         hint="copy the checkpoint again, or take an older one",
-        exit_code=ExitCode.run_state,
     )
 
 

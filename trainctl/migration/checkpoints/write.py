@@ -22,7 +22,7 @@ import torch.distributed as dist
 from trainctl import __version__
 from trainctl.config.schema import RunConfig
 from trainctl.engines.process import Process, joined_process
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, RunStateError, TrainctlError
 from trainctl.migration.checkpoints.differences import differences
 from trainctl.migration.checkpoints.names import match_names
 from trainctl.migration.checkpoints.source import Source
@@ -108,10 +108,9 @@ def import_source(
     try:
         with hold_lock(run):
             if checkpoints.checkpoint_folders(run):
-                raise TrainctlError(
+                raise RunStateError(
                     f"{run.root} has checkpoints already",
                     hint="import into a new directory",
-                    exit_code=ExitCode.run_state,
                 )
             if frozen:
                 facts |= _base_entries(source, frozen, plan.config, whole, run)
@@ -152,11 +151,10 @@ def _matched_names(
         )
     kept = persistent_buffers(whole.skeleton)
     if kept:
-        raise TrainctlError(
+        raise RunStateError(
             f"the model has a buffer that training keeps, {kept[0].name}, and no import reads it",
             hint="export the weights with the other trainer, and start a run from that directory: "
             "model.path=DIR",
-            exit_code=ExitCode.run_state,
         )
     shapes = dict(whole.shapes)
     source.use_model(whole.skeleton)
@@ -175,11 +173,10 @@ def _matched_names(
     untrained = sorted(source.untrained.intersection(trained.values()))
     if untrained:
         more = f" and {len(untrained) - 1} more" if len(untrained) > 1 else ""
-        raise TrainctlError(
+        raise RunStateError(
             f"{where} did not train {untrained[0]}{more}, and this run would",
             hint="training.freeze keeps them as they are; or take the weights alone, into a new "
             "run: model.initial_weights",
-            exit_code=ExitCode.run_state,
         )
     return trained, {name: there for name, there in names.items() if name not in trains}
 
@@ -202,11 +199,10 @@ def _base_entries(
             values = source.read(there, MASTER, start, end).float()
             # The source may hold them in its compute format.
             if not any(torch.equal(values, here.to(kind).float()) for kind in TORCH_TYPES.values()):
-                raise TrainctlError(
+                raise RunStateError(
                     f"{source.path}: {there} is frozen in this run, and it is not what "
                     f"{config.model.initial_weights or 'training.seed'} gives",
                     hint="model.initial_weights=DIR, the weights that the source started from",
-                    exit_code=ExitCode.run_state,
                 )
     return manifest_entries(config, base)
 
@@ -231,11 +227,10 @@ def _carried_states(source: Source, plan: RunPlan) -> tuple[str, ...]:
     wanted = set(spec_of(section).states_of(section, is_matrix=False))
     had = set(source.states) - {MASTER}
     if had and wanted != had:
-        raise TrainctlError(
+        raise RunStateError(
             f"{source.path} has the optimizer states {', '.join(sorted(had))}; "
             f"optimizer={section.kind} has {', '.join(sorted(wanted)) or 'none'}",
             hint="choose the optimizer that the source trained with",
-            exit_code=ExitCode.run_state,
         )
     if not had:
         source.notes.append("the source has no optimizer states: they begin at zero")
@@ -328,10 +323,9 @@ def _write(
         )
         checkpoints.commit_checkpoint(run, step)
     except OSError as error:
-        raise TrainctlError(
+        raise MachineError(
             f"the checkpoint could not be written: {error}",
             hint="free space, and import again",
-            exit_code=ExitCode.environment,
         ) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainctl.config.schema import LauncherConfig
@@ -48,6 +49,23 @@ class SlurmConfig(LauncherConfig):
         "mounted.",
         needs=(lambda section: section.slurm_container is not None, "launcher.slurm_container"),
     )
+
+
+def shared_options(section: SlurmConfig) -> dict[str, object]:
+    """Return the options of sbatch that a run's job and the array jobs of its data share."""
+    return {
+        "partition": section.slurm_partition,
+        "account": section.slurm_account,
+        "qos": section.slurm_qos,
+        "constraint": section.slurm_constraint,
+        "time": section.slurm_time_minutes,
+    }
+
+
+def is_one_of(option: str, names: Iterable[str]) -> bool:
+    """Whether `--name` or `--name=VALUE` is one of these options of sbatch, or abbreviates one."""
+    written = option.removeprefix("--").partition("=")[0]
+    return any(name.startswith(written) for name in names)
 
 
 SPEC = Launcher(

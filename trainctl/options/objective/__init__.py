@@ -31,6 +31,11 @@ REFERENCE = "reference"
 first step, (samples, answers).
 """
 
+STORED = (REFERENCE, "teacher")
+"""Names of the stored arrays that a run computes; `teacher` with the keys of `objective=distill`
+alone.
+"""
+
 REWARDS = ("reward_chosen", "reward_rejected", "margin", "accuracy")
 """Measures of preference objectives: the two rewards, their difference, and how often the preferred
 answer's reward is larger.
@@ -92,8 +97,8 @@ class Objective(Spec):
     returns with one pass.
     """
     stored: tuple[str, ...] = ()
-    """Names of arrays with a row for each sample, which are computed once before the first step and
-    kept with the run.
+    """Names in `STORED` of arrays with a row for each sample, which are computed once before the
+    first step and kept with the run.
     """
     measures: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ()
     """Names of the measures recorded beside the loss, or a function that returns them for a
@@ -111,6 +116,11 @@ class Objective(Spec):
     """
     hides_tokens: bool = False
     """Whether labels are tokens that were hidden in the input, not the next ones."""
+
+    def __post_init__(self) -> None:
+        unknown = {*self.stored} - {*STORED}
+        if unknown:
+            raise ValueError(f"stored={', '.join(sorted(unknown))}: a run computes {STORED} alone")
 
     @property
     def is_entropy(self) -> bool:

@@ -15,6 +15,9 @@ ZENFLOW = "zero_optimization.zenflow"
 ADAM_TENSORS = 4
 """Tensors that an Adam step reads and writes per parameter: weight, gradient and two moments."""
 
+_EVERY_STEP = {"select_strategy": "step", "select_interval": 0, "update_interval": 1}
+"""ZenFlow's settings of an update at each step."""
+
 
 @rule(
     "TC286",
@@ -275,11 +278,7 @@ def zenflow_has_its_stage(case: Case) -> Iterator[Problem]:
     example={
         "zero_optimization.stage": 3,
         "zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": False},
-        "zero_optimization.zenflow": {
-            "select_strategy": "step",
-            "select_interval": 0,
-            "update_interval": 1,
-        },
+        "zero_optimization.zenflow": _EVERY_STEP,
     },
 )
 def zenflow_is_for_gpus_at_stage_3(case: Case) -> Iterator[Problem]:
@@ -330,11 +329,7 @@ def zenflow_takes_the_parameters(case: Case) -> Iterator[Problem]:
     example={
         "zero_optimization.stage": 2,
         "zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": False},
-        "zero_optimization.zenflow": {
-            "select_strategy": "step",
-            "select_interval": 0,
-            "update_interval": 1,
-        },
+        "zero_optimization.zenflow": _EVERY_STEP,
     },
 )
 def zenflow_keeps_the_weights(case: Case) -> Iterator[Problem]:

@@ -11,12 +11,7 @@ from trainctl.config.suggest import words
 from trainctl.options.data import spec_of
 from trainctl.options.filter import Filter
 from trainctl.plans.mixture import keyed_sources, sources_of
-from trainctl.readers.quality import (
-    HELD_OUT,
-    decontamination_sections,
-    filters_of,
-    has_quality_rules,
-)
+from trainctl.readers.quality import HELD_OUT, decontamination_sections, filters_of
 from trainctl.rules.plan.data import TEXT, TWO_SOURCES
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
@@ -132,7 +127,7 @@ def chosen_documents_are_whole(draft: Draft) -> Iterator[Problem]:
     Fix: Leave data.max_bytes out, or clean the text before it is tokenized.
     """
     data = draft.config.data
-    if not has_quality_rules(data):
+    if not data.has_quality_rules:
         return
     asked = next(
         key

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from trainctl.config.schema import DataExecutor
 from trainctl.config.suggest import words
 from trainctl.options.data import spec_of
+from trainctl.options.launcher.slurm import is_one_of
 from trainctl.plans.mixture import sources_of
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import Problem, rule
@@ -59,7 +60,7 @@ def array_jobs_have_legal_options(draft: Draft) -> Iterator[Problem]:
                 f"{option!r} in data.executor_options is no option of the form --name=VALUE",
                 "data.executor_options=['--partition=cpu']",
             )
-        elif any(own.startswith(found[1]) for own in _OWN_OPTIONS):  # sbatch takes abbreviations
+        elif is_one_of(option, _OWN_OPTIONS):
             yield Problem(
                 f"{option!r} in data.executor_options is set by trainctl",
                 "leave it out; data prepare --workers N makes an array of N tasks",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from trainctl.config.codec import value_at
+from trainctl.config.keys import as_written
 from trainctl.config.schema import CompileKind, OffloadDevice, RunConfig
 from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.optimizer import ELEMENT, spec_of
@@ -125,7 +126,7 @@ def balance_is_that_of_whole_sequences(draft: Draft) -> Iterator[Problem]:
     """Balancing losses are computed on whole sequences and all blocks.
 
     A balancing loss is a mean over all tokens of a sequence and over all routers. A rank that sees
-    a part would add another loss.
+    a part would add another loss. Tensor ranks see all, unless the norms are sharded.
 
     Fix: Set experts.auxiliary_loss=0 with experts.bias_update_rate, or the axis to 1.
     """
@@ -133,15 +134,15 @@ def balance_is_that_of_whole_sequences(draft: Draft) -> Iterator[Problem]:
     losses = {"auxiliary_loss": auxiliary_loss(config), "z_loss": config.experts.z_loss}
     if not config.trains_itself or not _has_experts(config):
         return
-    axes = ("tensor", "sequence", "context", "pipeline")
-    beside = next((axis for axis in axes if getattr(config.parallelism, axis) > 1), None)
+    legal = {"sequence": 1, "context": 1, "pipeline": 1, "sequence_sharded_norms": False}
+    beside = next((key for key in legal if getattr(config.parallelism, key) > legal[key]), None)
     for name, weight in losses.items():
         if weight > 0 and beside is not None:
-            size = getattr(config.parallelism, beside)
+            value, instead = map(as_written, (getattr(config.parallelism, beside), legal[beside]))
             yield Problem(
-                f"experts.{name}={weight:g} with parallelism.{beside}={size}: a rank does not see "
+                f"experts.{name}={weight:g} with parallelism.{beside}={value}: a rank does not see "
                 "all that the routers make of a sequence",
-                f"experts.{name}=0, or parallelism.{beside}=1",
+                f"experts.{name}=0, or parallelism.{beside}={instead}",
                 key=f"experts.{name}",
             )
 

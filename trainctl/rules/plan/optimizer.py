@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 
-from trainctl.config.keys import as_written
 from trainctl.config.registry import load_spec, load_specs
 from trainctl.config.schema import (
     Accelerator,
@@ -23,11 +22,12 @@ from trainctl.models.tensors import SCORE
 from trainctl.options.data import SampleKind
 from trainctl.options.data import spec_of as data_spec_of
 from trainctl.options.data.stream import StreamConfig
-from trainctl.options.limits import never_value, only_value
+from trainctl.options.limits import Limit, never_value, only_value
 from trainctl.options.model import spec_of as model_of
 from trainctl.options.objective import objective_of
 from trainctl.options.objective.classify import ClassifyConfig
 from trainctl.options.objective.distill import DistillConfig
+from trainctl.options.objective.masked import MaskedConfig
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.options.reward import RewardsConfig
 from trainctl.options.reward.function import FunctionRewardConfig
@@ -192,31 +192,23 @@ def objective_goes_with_the_rest(draft: Draft) -> Iterator[Problem]:
     if not spec.build or not config.trains_itself:
         return
     what, instead = f"{KEY}={spec.name}", "objective=next_token"
-    yield from limit_problems(config, OBJECTIVE_LIMITS, what, instead)
-    found: list[tuple[str, object, str, str]] = []
-    for axis in ("sequence", "context"):
-        size, key = getattr(config.parallelism, axis), f"parallelism.{axis}"
-        if size > 1 and spec.whole_samples:
-            found.append((key, size, spec.whole_samples, f"{key}=1"))
-    if spec.head is not None:
-        found += _unfit_for_a_new_head(config)
+    limits = [*OBJECTIVE_LIMITS, *(HEAD_LIMITS if spec.head is not None else ())]
+    if spec.whole_samples:
+        axes = ("parallelism.sequence", "parallelism.context")
+        limits += (only_value(key, 1, spec.whole_samples) for key in axes)
+    yield from limit_problems(config, limits, what, instead)
     weights = {"auxiliary_loss": auxiliary_loss(config), "z_loss": config.experts.z_loss}
     for name, weight in weights.items():
         if weight > 0 and (config.model.num_experts or 1) > 1:
             key = f"experts.{name}"
-            found.append((key, f"{weight:g}", "it is weighted by tokens", f"{key}=0"))
-    for key, value, why, nearest in found:
-        yield Problem(f"{key}={value} with {what}: {why}", f"{nearest}, or {instead}", key=key)
+            message = f"{key}={weight:g} with {what}: it is weighted by tokens"
+            yield Problem(message, f"{key}=0, or {instead}", key=key)
 
 
-def _unfit_for_a_new_head(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
-    """Yield key, value, reason and nearest setting of what a head `score` cannot go with."""
-    if config.model.factory is not None:
-        why = f"the head `{SCORE}` is one of transformers' classes"
-        yield "model.factory", config.model.factory, why, "model=hf, or a family of trainctl's"
-    elif not config.model.is_unread and f"{SCORE}.weight" in frozen_names(config):
-        why = "the head is new, and the other weights do not know it"
-        yield "training.freeze", as_written(config.training.freeze), why, "training.freeze=[model]"
+def _trains_the_head(config: RunConfig) -> bool:
+    model = config.model
+    is_unknown = model.factory is not None or model.is_unread
+    return is_unknown or f"{SCORE}.weight" not in frozen_names(config)
 
 
 @rule(
@@ -271,8 +263,8 @@ def _unsafe_records(config: RunConfig) -> Iterator[Problem]:
     what = f"{KEY}={config.objective.kind}"
     if config.data.sources:
         yield Problem(
-            f"data.sources with {what}: records of several sources have not been shown to be the "
-            "same on every layout",
+            f"data.sources with {what}: the reference, the classes and the form of prompts are "
+            "those of one source",
             "name all files in data.paths",
             key="data.sources",
         )
@@ -357,43 +349,61 @@ def future_blocks_go_with_the_rest(draft: Draft) -> Iterator[Problem]:
     yield from limit_problems(config, FUTURE_LIMITS, what, "objective=next_token")
 
 
+NEXT_TOKEN_LIMITS = (
+    only_value("parallelism.pipeline", 1, "the loss of a last stage is that of the next token"),
+    only_value(
+        "kernels.cross_entropy",
+        CrossEntropyKind.plain,
+        "it sums the losses of the next tokens, and no others",
+        "kernels=default",
+    ),
+    only_value("stability.z_loss", 0, "it is a part of the next token's loss"),
+)
+"""Settings of losses that know next tokens alone."""
+
 FUTURE_LIMITS = (
     only_value("engine.kind", "deepspeed", "its blocks are divided as units", "engine=deepspeed"),
     only_value("parallelism.tensor", 1, "the blocks are not split"),
     only_value("parallelism.sequence", 1, "a rank lacks the tokens behind its part"),
     only_value("parallelism.context", 1, "a rank lacks the tokens behind its chunks"),
-    only_value("parallelism.pipeline", 1, "the last stage does not have the embedding"),
+    *NEXT_TOKEN_LIMITS,
     only_value(
-        "kernels.cross_entropy",
-        CrossEntropyKind.plain,
-        "its hidden states are not those of the further blocks",
-        "kernels=default",
+        "kernels.compile",
+        CompileKind.none,
+        "compiled blocks call no hooks, by which further blocks get the mask of the last one",
     ),
-    only_value("kernels.compile", CompileKind.none, "it has not been compared"),
-    only_value("stability.z_loss", 0, "it is a part of the next token's loss"),
     only_value("adapter.kind", "none", "new blocks do not train with an adapter", "adapter=none"),
-    only_value("training.freeze", [], "new blocks have not been compared with frozen weights"),
+    only_value("training.freeze", [], "new blocks are tested beside weights that all train"),
     only_value("model.mup", False, "there is no factor for the blocks behind the last one"),
 )
 """Settings that further blocks have been verified with."""
 
 OBJECTIVE_LIMITS = (
-    only_value("parallelism.pipeline", 1, "the loss of a last stage is that of the next token"),
-    only_value(
-        "kernels.cross_entropy",
-        CrossEntropyKind.plain,
-        "it sums the losses of a chunk, and whose token was whose is not known any more",
-        "kernels=default",
-    ),
+    *NEXT_TOKEN_LIMITS,
     never_value(
         "kernels.compile",
         CompileKind.deepcompile,
-        "it has not been compared",
+        "its graph is tested with the next token's loss alone",
         "kernels.compile=none",
     ),
-    only_value("stability.z_loss", 0, "it is a part of the next token's loss"),
 )
-"""Settings that objectives other than the next token's have been verified with."""
+"""Settings that objectives with a loss of their own have been verified with."""
+
+HEAD_LIMITS = (
+    only_value(
+        "model.factory",
+        None,
+        f"the head `{SCORE}` is one of transformers' classes",
+        "model=hf, or a family of trainctl's",
+    ),
+    Limit(
+        key="training.freeze",
+        holds=_trains_the_head,
+        why="the head is new, and the other weights do not know it",
+        nearest="training.freeze=[model]",
+    ),
+)
+"""Settings that a new head can be trained with."""
 
 
 @rule(
@@ -414,15 +424,40 @@ def classes_have_a_weight_each(draft: Draft) -> Iterator[Problem]:
         return
     weights, outputs = objective.class_weights, objective.outputs
     if len(weights) != outputs:
+        fitting = f"objective.outputs={len(weights)}, or " if len(weights) > 1 else ""
         yield Problem(
             f"objective.class_weights has {len(weights)} numbers, and objective.outputs={outputs}",
-            f"objective.outputs={len(weights)}, or a weight for each of {outputs} classes",
+            f"{fitting}a weight for each of {outputs} classes",
         )
     wrong = [weight for weight in weights if not 0 <= weight < math.inf]
     if wrong:
         yield Problem(
             f"objective.class_weights has {wrong[0]:g}, and a weight is 0 or more",
             "0 leaves texts of a class out of the loss",
+        )
+
+
+@rule(
+    "TC516",
+    "objective.mask_share",
+    "objective.random_share",
+    example="recipe=tiny objective=masked objective.random_share=0.3",
+)
+def shares_of_hidden_tokens_fit(draft: Draft) -> Iterator[Problem]:
+    """Mask tokens and random tokens replace no more than all hidden tokens.
+
+    The rest of the hidden tokens stays as it is. Shares above 1 would leave fewer random tokens
+    than objective.random_share says.
+
+    Fix: Use shares with a sum of 1 at most.
+    """
+    section = draft.config.objective
+    if isinstance(section, MaskedConfig) and section.mask_share + section.random_share > 1:
+        yield Problem(
+            f"objective.mask_share={section.mask_share:g} and objective.random_share="
+            f"{section.random_share:g} are more than all hidden tokens",
+            f"objective.random_share={1 - section.mask_share:g}",
+            key="objective.random_share",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainctl.config.keys import as_written
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.options.adapter import low_rank
 from trainctl.options.limits import Limit, never_value, only_value
@@ -67,8 +68,8 @@ def answers_can_be_generated(draft: Draft) -> Iterator[Problem]:
     "training.global_batch_size",
     "training.batch_ramp",
     "training.sequence_length",
-    "training.epochs",
     "adapter.kind",
+    "adapter.also_train",
     example="recipe=tiny objective=grpo training.global_batch_size=12",
 )
 def answers_fill_the_batch(draft: Draft) -> Iterator[Problem]:
@@ -92,14 +93,13 @@ def answers_fill_the_batch(draft: Draft) -> Iterator[Problem]:
             f"training.global_batch_size={nearest}",
             key="training.global_batch_size",
         )
-    for key, value in (("batch_ramp", training.batch_ramp), ("epochs", training.epochs)):
-        if value:
-            yield Problem(
-                f"training.{key} with objective={section.kind} is not supported: a sample of the "
-                "run is an answer, not a sample of the corpus",
-                f"training.{key}={'[]' if key == 'batch_ramp' else 'null'}",
-                key=f"training.{key}",
-            )
+    if training.batch_ramp:
+        yield Problem(
+            f"training.batch_ramp with objective={section.kind} is not supported: the answers of "
+            "objective.updates steps are sampled at once, for batches of one size",
+            "training.batch_ramp=[]",
+            key="training.batch_ramp",
+        )
     longest = section.max_prompt_tokens + section.max_answer_tokens
     if longest > training.sequence_length:
         yield Problem(
@@ -109,11 +109,16 @@ def answers_fill_the_batch(draft: Draft) -> Iterator[Problem]:
             f"training.sequence_length={longest}",
             key="training.sequence_length",
         )
-    if section.kl_weight > 0 and low_rank(config.adapter) is None:
+    adapter = low_rank(config.adapter)
+    if section.kl_weight > 0 and (adapter is None or adapter.also_train):
+        why, instead = "which a run keeps only below an adapter", "adapter=lora"
+        if adapter is not None:
+            why = f"and adapter.also_train={as_written(adapter.also_train)} trains some of them"
+            instead = "adapter.also_train=[]"
         yield Problem(
             f"objective.kl_weight={section.kl_weight:g} compares with the weights before the first "
-            "step, which a run keeps only below an adapter",
-            "objective.kl_weight=0, or adapter=lora",
+            f"step, {why}",
+            f"objective.kl_weight=0, or {instead}",
             key="objective.kl_weight",
         )
 

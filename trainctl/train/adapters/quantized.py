@@ -20,7 +20,7 @@ from torch import nn
 
 from trainctl.config.extras import install_command
 from trainctl.config.schema import ModelConfig, RunConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.options.adapter import BaseWeights, LowRank, low_rank
 from trainctl.plans.trainable import (
     BLOCK,
@@ -348,9 +348,8 @@ def codec_of(kind: BaseWeights, layer: LinearLayer) -> Codec:
         TrainctlError: bitsandbytes is not installed (exit code 4).
     """
     if find_spec("bitsandbytes") is None:
-        raise TrainctlError(
+        raise MachineError(
             f"adapter.base_weights={kind.value} needs a package that is missing (bitsandbytes)",
             hint=install_command("bitsandbytes"),
-            exit_code=ExitCode.environment,
         )
     return _CODECS[kind](kind, layer)

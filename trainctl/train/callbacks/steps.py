@@ -58,7 +58,7 @@ class Throughput:
 
         Args:
             seconds: Length of an optimizer step.
-            batch: Global batch of the step.
+            batch: Global batch of the step, its sequences as long as the rows that ran.
 
         Returns:
             `mfu` is None if the peak rate of the device and format is unknown.
@@ -82,6 +82,9 @@ class StepRecords(Callback):
     def after_step(self, context: Context) -> None:
         session, step = self._session, self._now.made
         assert step is not None
+        batch, rollouts = step.batch, session.rollouts
+        if rollouts is not None:
+            batch = replace(batch, sequence_length=rollouts.width)
         self._journal.record(
             "step",
             step=context.step,
@@ -92,7 +95,7 @@ class StepRecords(Callback):
             **step.extras(),
             **self._precision(),
             tokens=context.tokens,
-            **self._throughput.of_step(self._now.step_seconds, step.batch),
+            **self._throughput.of_step(self._now.step_seconds, batch),
             seconds=context.seconds,
             peak_bytes=peak_bytes(session.process.device, session.engine.times.memory),
             samples=[step.first_sample, session.progress.samples],

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from trainctl.config.schema import ModelConfig
 from trainctl.engines.process import Process
 from trainctl.engines.shards import Fragment, Shard, read_shard, read_whole
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.plans.identity import (
     NON_OPTIMIZER_STATES,
     check_model,
@@ -76,10 +76,9 @@ class CheckpointReader:
         self.passed_over = tuple(passed_over)
         self.manifest = read_manifest(path)
         if weights == AVERAGE and not self.has_average:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{path.name} has no average of the weights",
                 hint="--weights raw; training.ema_decay keeps one from the next attempt on",
-                exit_code=ExitCode.run_state,
             )
         self._fragments: dict[str, dict[Shard, list[dict[str, Any]]]] = {}
         for fragment in self.manifest["fragments"]:
@@ -136,10 +135,9 @@ class CheckpointReader:
         """Return elements [start, end) of a parameter's weights."""
         saved = self.manifest["shapes"].get(name)
         if saved != list(shape):
-            raise TrainctlError(
+            raise RunStateError(
                 f"{self.path.name}: {name} has shape {saved}, the model's is {list(shape)}",
                 hint="a run's model cannot change; start a new run",
-                exit_code=ExitCode.run_state,
             )
         return self.read_state(name, self._weights, start, end)
 
@@ -194,10 +192,9 @@ class CheckpointReader:
                     result[first - side.start : last - side.start] = values
                     missing[first - side.start : last - side.start] = False
         if missing.any():
-            raise TrainctlError(
+            raise RunStateError(
                 f"{self.path.name}: {int(missing.sum())} values of {parameter} ({state}) "
                 "are missing",
-                exit_code=ExitCode.run_state,
             )
         return result
 
@@ -214,9 +211,7 @@ class CheckpointReader:
         try:
             return read_whole(parts, start, end)
         except ValueError as error:
-            raise TrainctlError(
-                f"{self.path.name}: {parameter}: {error}", exit_code=ExitCode.run_state
-            ) from None
+            raise RunStateError(f"{self.path.name}: {parameter}: {error}") from None
 
     def _read_fragments(
         self, parameter: str, state: str, fragments: list[dict[str, Any]], start: int, end: int
@@ -233,9 +228,8 @@ class CheckpointReader:
                 result[first - start : last - start] = values[first + shift : last + shift]
                 missing -= last - first
         if missing:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{self.path.name}: {missing} elements of {parameter} ({state}) are missing",
-                exit_code=ExitCode.run_state,
             )
         return result
 
@@ -246,9 +240,7 @@ class CheckpointReader:
         try:
             return self._open[file].get_slice(key)
         except SafetensorError:
-            raise TrainctlError(
-                f"{self.path.name}: {file} has no {key}", exit_code=ExitCode.run_state
-            ) from None
+            raise RunStateError(f"{self.path.name}: {file} has no {key}") from None
 
 
 def newest_valid_checkpoint(run: RunPaths, process: Process) -> CheckpointReader | None:
@@ -283,10 +275,9 @@ def newest_valid_checkpoint(run: RunPaths, process: Process) -> CheckpointReader
             print(f"checkpoint passed over: {problem}", flush=True)
     if chosen is None:
         if passed_over:
-            raise TrainctlError(
+            raise RunStateError(
                 f"no checkpoint of the run is intact: {'; '.join(passed_over)}",
                 hint=f"to begin anew all the same: trainctl resume {run.root} --from-start",
-                exit_code=ExitCode.run_state,
             )
         return None
     if process.is_first:

@@ -29,7 +29,7 @@ from trainctl.config.quantities import disk_text
 from trainctl.config.schema import CheckpointConfig
 from trainctl.engines.process import Process
 from trainctl.engines.shards import Fragment
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError
 from trainctl.models.hf_weights import Buffer
 from trainctl.runs import checkpoints
 from trainctl.runs.files import make_folder
@@ -272,10 +272,9 @@ def _run_on_all_ranks(process: Process, folder: Path, work: Callable[[], Result]
         return [result for result, _ in outcomes]
     if process.is_first:
         shutil.rmtree(folder, ignore_errors=True)
-    raise TrainctlError(
+    raise MachineError(
         f"the checkpoint could not be saved: {first}",
         hint="earlier checkpoints are untouched; free space and resume",
-        exit_code=ExitCode.environment,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainctl.config.schema import ModelConfig, RunConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError, TrainctlError
 from trainctl.options.adapter import LowRank, low_rank, spec_of
 from trainctl.plans.shapes import TensorShape
 from trainctl.plans.trainable import (
@@ -64,10 +64,9 @@ def export_adapter(
     source = CheckpointReader(checkpoint, weights=weights)
     adapter = low_rank(adapter_of(source.manifest))
     if adapter is None:
-        raise TrainctlError(
+        raise RunStateError(
             f"{checkpoint.name} has no adapter",
             hint="leave --adapter out",
-            exit_code=ExitCode.run_state,
         )
     layers = adapted_layers(config.model, adapter)
     tensors = {tensor.name: tensor for layer in layers for tensor in added_tensors(layer, adapter)}

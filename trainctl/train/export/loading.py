@@ -20,7 +20,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import ModelConfig
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.data.user_functions import make_importable
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError
 from trainctl.options.tokenizer import spec_of
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import read_record
@@ -122,9 +122,7 @@ def load_module(folder: Path, *, dtype: torch.dtype | None = None) -> PreTrained
         if not isinstance(kept, torch.dtype):
             raise ValueError(f"{found['dtype']} is no type of weights")
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise TrainctlError(
-            f"{folder} is no export of a module: {FILE}: {error}", exit_code=ExitCode.run_state
-        ) from None
+        raise RunStateError(f"{folder} is no export of a module: {FILE}: {error}") from None
     model = new_section("model", "module", factory=factory, arguments=arguments)
     view = skeleton(model, kept if dtype is None else dtype)
     materialise(view, SafetensorsWeights(folder, view), torch.device("cpu"))

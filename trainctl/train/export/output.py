@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainctl.config.quantities import disk_text
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.runs.files import sync_directory
 from trainctl.runs.processes import is_alive
 
@@ -83,10 +83,9 @@ def _renamed(out: Path, needed_bytes: int) -> Iterator[Path]:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
             raise TrainctlError(f"{out} exists and is not an empty folder") from None
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise TrainctlError(
+        raise MachineError(
             f"cannot export to {out}: {error.strerror}",
             hint="free space, or name a folder on another disk" if full else "",
-            exit_code=ExitCode.environment,
         ) from None
 
 

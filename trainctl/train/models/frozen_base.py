@@ -23,7 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig
 from trainctl.engines.process import Process
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, RunStateError, TrainctlError
 from trainctl.models.tensors import may_be_new, stored_tensors
 from trainctl.options.adapter import low_rank
 from trainctl.plans.identity import START_KEYS, check_model, check_shapes
@@ -282,7 +282,7 @@ def file_digests(
     shares = process.gather((mine, problem)) if process is not None else [(mine, problem)]
     problem = next((each for _, each in shares if each), "")
     if problem:
-        raise TrainctlError(problem, exit_code=ExitCode.environment)
+        raise MachineError(problem)
     everything = {name: entry for share, _ in shares for name, entry in share.items()}
     if kept is not None and process is not None and process.is_first and everything != known:
         with suppress(OSError):  # without the cache they are hashed again
@@ -327,8 +327,7 @@ def _cached_digests(kept: Path | None, folder: Path) -> dict[str, list[Any]]:
 
 
 def _base_changed_error(base: Path | str, what: str) -> TrainctlError:
-    return TrainctlError(
+    return RunStateError(
         f"{base}, whose weights the run trains on top of, is not what it was: {what}",
         hint="put it back as it was; the checkpoints hold only what was trained beside it",
-        exit_code=ExitCode.run_state,
     )

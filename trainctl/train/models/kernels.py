@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.extras import install_command
 from trainctl.config.schema import CompileKind, KernelsConfig, PrecisionConfig
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.options.precision import is_emulated
 from trainctl.plans.shapes import FEED_FORWARD
 from trainctl.train.adapters.layers import LoraLayer
@@ -145,10 +145,9 @@ def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
     except ImportError as error:
-        raise TrainctlError(
+        raise MachineError(
             f"precision.compute=fp8 needs the package torchao ({error})",
             hint=f"{install_command('torchao')}, or precision=bf16",
-            exit_code=ExitCode.environment,
         ) from None
     config = Float8LinearConfig(emulate=is_emulated(precision))
     layers = blocks(model)

@@ -16,7 +16,7 @@ from trainctl.config.schema import AttentionKind
 from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.first_pass import FirstPass
 from trainctl.engines.micro_batch import MicroBatch
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError
 from trainctl.models.tensors import FUTURE
 from trainctl.options.adapter import low_rank
 from trainctl.options.objective import SCORES
@@ -168,10 +168,9 @@ def choose_device(wanted: str, needed_bytes: int) -> torch.device:
     """
     here = torch.cuda.is_available()
     if wanted == "cuda" and not here:
-        raise TrainctlError(
+        raise MachineError(
             "this machine has no cuda device",
             hint="--device cpu",
-            exit_code=ExitCode.environment,
         )
     if wanted == "auto":
         has_room = here and torch.cuda.mem_get_info()[0] >= _FREE_MEMORY_FACTOR * needed_bytes
@@ -185,8 +184,7 @@ def _memory_errors(device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
-        raise TrainctlError(
+        raise MachineError(
             f"the model does not fit on the {device.type} device",
             hint="--device cpu",
-            exit_code=ExitCode.environment,
         ) from None

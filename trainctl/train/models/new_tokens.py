@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from trainctl.config.model_directory import fill_from_directory
 from trainctl.config.registry import new_section
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, TrainctlError
 from trainctl.models.hf_weights import StoredModel, tied_names
 from trainctl.models.tensors import INDEX, WIDTHS, StoredTensor, stored_tensors
 from trainctl.models.tokenizer_files import read_facts
@@ -216,9 +216,8 @@ def _write_resized_file(
     """Write a copy of a weight file in which the tensors of `sizes` have their new rows."""
     others = sorted({tensor.dtype for tensor in stored.values()} - TYPES.keys())
     if others:
-        raise TrainctlError(
+        raise MachineError(
             f"{file} has tensors of type {others[0]} beside embeddings, and is not written again",
-            exit_code=ExitCode.environment,
         )
     layout = {
         name: (TYPES[tensor.dtype], sizes.get(name, tensor.shape))

@@ -18,7 +18,7 @@ import torch
 from trainctl.config.registry import function_of
 from trainctl.config.schema import ObjectiveConfig
 from trainctl.engines.micro_batch import IGNORED_LABEL
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError
 from trainctl.options.data import SampleKind
 from trainctl.options.objective import (
     ANSWERS,
@@ -241,11 +241,10 @@ class ObjectiveLoss:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of each sample, (samples,), and its measures, (samples, names)."""
         if set(found) != set(self._named):
-            raise TrainctlError(
+            raise MachineError(
                 f"{self._what} measures {', '.join(found) or 'nothing'}, and its spec names "
                 f"{', '.join(self._named) or 'nothing'}",
                 hint="let measures name what its function gives",
-                exit_code=ExitCode.environment,
             )
 
         def kept(values: torch.Tensor) -> torch.Tensor:

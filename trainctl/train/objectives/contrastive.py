@@ -42,14 +42,15 @@ def contrastive(config: ContrastiveConfig, batch: WholeBatch) -> Measured:
     own = torch.arange(len(queries), device=queries.device)
     is_text = (texts.detach().square().sum(dim=-1) > 0).flatten()
     cosines = queries @ texts.flatten(0, 1).T
-    scores = (cosines / config.temperature).masked_fill(~is_text, -torch.inf)
-    scores = torch.where(batch.is_counted[:, None], scores, 0.0)  # else all -inf in padding
+
+    def scores_of(cosines: torch.Tensor, is_candidate: torch.Tensor) -> torch.Tensor:
+        scores = (cosines / config.temperature).masked_fill(~is_candidate, -torch.inf)
+        return torch.where(batch.is_counted[:, None], scores, 0.0)  # else all -inf in padding
+
+    scores = scores_of(cosines, is_text)
     losses = F.cross_entropy(scores, own, reduction="none")
     if config.symmetric:
-        backwards = (cosines[:, : len(own)].T / config.temperature).masked_fill(
-            ~batch.is_counted, -torch.inf
-        )
-        backwards = torch.where(batch.is_counted[:, None], backwards, 0.0)
+        backwards = scores_of(cosines[:, : len(own)].T, batch.is_counted)
         losses = (losses + F.cross_entropy(backwards, own, reduction="none")) / 2
     return losses, {
         "accuracy": (scores.argmax(dim=1) == own).float(),

@@ -30,7 +30,7 @@ from trainctl.data.corpora import Corpora
 from trainctl.data.teacher_store import TeacherStore, config_of_teacher, stored_teachers
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.process import Process
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import MachineError, RunStateError, TrainctlError
 from trainctl.models.tensors import stored_tensors
 from trainctl.options.objective.distill import (
     CHUNK_POSITIONS,
@@ -287,10 +287,9 @@ def attach_teacher(
         if process.device.type == "cuda":
             torch.cuda.empty_cache()
     if process.any(any(store.missing() for store in stores)):
-        raise TrainctlError(
+        raise MachineError(
             f"not every machine sees the teacher's log-probabilities in {_base(config)}",
             hint="objective.teacher_log_probabilities=DIR, on a file system of all machines",
-            exit_code=ExitCode.environment,
         )
     if process.is_first and stores:
         folders = [str(store.folder) for store in stores]
@@ -309,13 +308,18 @@ def attach_saved_teacher(plan: RunPlan, run: RunPaths, sides: Sequence[Side]) ->
     for side in sides:
         store = _store_of(plan, side, sha256)
         if store.missing():
-            raise TrainctlError(
+            raise RunStateError(
                 f"the teacher's log-probabilities of these samples are not in {store.folder}",
                 hint="resume the run, which computes them; or "
                 "objective.teacher_log_probabilities=DIR in a new run",
-                exit_code=ExitCode.run_state,
             )
         side.dataset.stored[TEACHER] = store
+
+
+def _section(plan: RunPlan) -> DistillConfig:
+    section = plan.config.objective
+    assert isinstance(section, DistillConfig)
+    return section
 
 
 def _base(config: DistillConfig) -> Path:
@@ -325,15 +329,12 @@ def _base(config: DistillConfig) -> Path:
 
 
 def _store_of(plan: RunPlan, side: Side, sha256: str | None) -> TeacherStore:
-    objective = plan.config.objective
-    assert isinstance(objective, DistillConfig)
-    return TeacherStore(_base(objective), _identity(plan, side) | {"teacher": sha256})
+    return TeacherStore(_base(_section(plan)), _identity(plan, side) | {"teacher": sha256})
 
 
 def _identity(plan: RunPlan, side: Side) -> dict[str, Any]:
     """Return what the values of a store depend on, but for the teacher."""
-    config, objective = plan.config, plan.config.objective
-    assert isinstance(objective, DistillConfig)
+    config, objective = plan.config, _section(plan)
     return {
         "weights": number_formats(config.precision).weights.value,
         "corpus": side.corpus,
@@ -356,18 +357,15 @@ def _only_teacher(plan: RunPlan, sides: Sequence[Side]) -> str | None:
     Raises:
         TrainctlError: There are several; names them (exit code 4).
     """
-    objective = plan.config.objective
-    assert isinstance(objective, DistillConfig)
-    base = _base(objective)
+    base = _base(_section(plan))
     of_sides = [stored_teachers(base, _identity(plan, side)) for side in sides]
     common = sorted(set.intersection(*map(set, of_sides))) if of_sides else []
     if len(common) > 1:
         names = ", ".join(f"{each[:12]} ({of_sides[0][each].name})" for each in common)
-        raise TrainctlError(
+        raise MachineError(
             f"{base} has log-probabilities of these samples from {len(common)} teachers: {names}",
             hint="objective.teacher=DIR says which one; or keep each teacher's in a folder of "
             "its own, and name it in objective.teacher_log_probabilities",
-            exit_code=ExitCode.environment,
         )
     return common[0] if common else None
 
@@ -394,23 +392,20 @@ def _compute(
     Args:
         tasks: Indices in `pairs`, each with the number of a share.
     """
-    config = plan.config.objective
-    assert isinstance(config, DistillConfig)
+    config = _section(plan)
     if config.teacher is None:
-        raise TrainctlError(
+        raise MachineError(
             f"{_base(config)} does not have a teacher's log-probabilities of these samples "
             f"({len(tasks):,} shares are missing): corpus, sequence length, packing, "
             "mask_documents, precision, top_k, temperature and store_as must be the same",
             hint="objective.teacher=DIR computes them",
-            exit_code=ExitCode.environment,
         )
     teacher = _Teacher(config.teacher, process)
     if sha256 != teacher.digest(_base(config)):
-        raise TrainctlError(
+        raise RunStateError(
             f"objective.teacher={config.teacher} is not the teacher any more that this run started "
             "with, and a part of its log-probabilities is gone",
             hint="put the teacher back as it was, or start a new run",
-            exit_code=ExitCode.run_state,
         )
     if process.is_first:
         for _, store in pairs:
@@ -433,8 +428,7 @@ def _write_share(
     device: torch.device,
 ) -> None:
     """Compute the rows of a share's samples, and write them."""
-    config, vocabulary = plan.config.objective, plan.config.model.vocab_size
-    assert isinstance(config, DistillConfig)
+    config, vocabulary = _section(plan), plan.config.model.vocab_size
     size = plan.batch.micro_batch_size
     samples, found = store.samples(share), []
     for start in range(samples.start, samples.stop, size):

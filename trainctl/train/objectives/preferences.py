@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from trainctl.data.corpora import Corpora, corpus_digests
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import RunStateError
 from trainctl.options.objective import ANSWERS, REFERENCE, objective_of
 from trainctl.options.objective.dpo import DpoConfig, PreferenceLoss
 from trainctl.options.objective.kto import KtoConfig
@@ -160,40 +160,44 @@ def attach_reference(session: Session, tell: Callable[[str], None]) -> dict[str,
     (training,) = session.training.datasets.values()  # pairs have one source and one length
     sides = {"train": training, "held_out": session.held_out[SINGLE_SOURCE]}
     counts = {side: dataset.num_samples for side, dataset in sides.items()}
-    run, of = session.run, reference_identity(session.corpora, counts)
+    run, process = session.run, session.process
     known: Reference | None = None
     if session.progress.step:  # at step 0 the weights may differ from an earlier start's
-        known = read_reference(run, of) if session.process.is_first else None
-        known = session.process.broadcast_from_first(known)
+        known = read_reference(run, session.corpora, counts) if process.is_first else None
+        known = process.broadcast_from_first(known)
     if known is None:
         if session.progress.step:
-            raise TrainctlError(
+            raise RunStateError(
                 f"{run.reference.name} is not there any more, or of other pairs: it has what the "
                 "weights before the first step said, and the run has made "
                 f"{session.progress.step:,} steps",
                 hint="restore the file, or start a new run: model.initial_weights=RUN",
-                exit_code=ExitCode.run_state,
             )
         known = {
             side: _compute_reference(session, dataset, tell) for side, dataset in sides.items()
         }
-        if session.process.is_first:
-            write_reference(run, known, of)
-        session.process.barrier()
+        if process.is_first:
+            write_reference(run, known, reference_identity(session.corpora, counts))
+        process.barrier()
     for side, dataset in sides.items():
         dataset.stored[REFERENCE] = known[side]
     return {**counts, "seconds": round(time.monotonic() - started, 3)}
 
 
-def read_reference(run: RunPaths, of: str) -> Reference | None:
-    """Return the reference that a run keeps; None if missing, damaged or of other pairs."""
+def read_reference(run: RunPaths, corpora: Corpora, counts: dict[str, int]) -> Reference | None:
+    """Return the reference that a run keeps; None if missing, damaged or of other pairs.
+
+    Args:
+        counts: Number of pairs by side; other sides are not read.
+    """
     try:
         with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
-            if str(arrays["of"]) != of:
-                return None
-            return {name: arrays[name] for name in arrays.files if name != "of"}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            of, samples = str(arrays["of"]), json.loads(str(arrays["of"]))["samples"]
+            found = {side: arrays[side] for side in counts}
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
+    is_same = of == reference_identity(corpora, samples) and counts.items() <= samples.items()
+    return found if is_same else None
 
 
 def write_reference(run: RunPaths, reference: Reference, of: str) -> None:
@@ -215,19 +219,13 @@ def attach_saved_reference(
         TrainctlError: The run has no reference, or one of other pairs (exit code 5).
     """
     dataset = held_out[SINGLE_SOURCE]
-    try:
-        with np.load(io.BytesIO(run.reference.read_bytes()), allow_pickle=False) as arrays:
-            found, of = arrays["held_out"], json.loads(str(arrays["of"]))
-            is_known = of == json.loads(reference_identity(corpora, of["samples"]))
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
-        found, is_known = np.zeros((0, 2), np.float32), False
-    if not is_known or len(found) != dataset.num_samples:
-        raise TrainctlError(
+    known = read_reference(run, corpora, {"held_out": dataset.num_samples})
+    if known is None:
+        raise RunStateError(
             f"{run.root} has no {run.reference.name} of these pairs",
             hint="it is written before the first step",
-            exit_code=ExitCode.run_state,
         )
-    dataset.stored[REFERENCE] = found
+    dataset.stored[REFERENCE] = known["held_out"]
 
 
 def reference_identity(corpora: Corpora, counts: dict[str, int]) -> str:

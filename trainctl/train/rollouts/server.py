@@ -30,7 +30,7 @@ import torch
 from trainctl.config.secrets import redact_text
 from trainctl.data.corpora import corpus_digests
 from trainctl.engines.process import Process
-from trainctl.errors import ExitCode, TrainctlError, describe_exception
+from trainctl.errors import MachineError, TrainctlError, describe_exception
 from trainctl.plans.settings import number_formats
 from trainctl.runs.layout import RunPaths
 from trainctl.train.checkpoint.optimizer_state import MASTER
@@ -213,10 +213,9 @@ class RolloutServer:
         raise AssertionError("the last attempt returns or raises")
 
     def _error(self, what: str, hint: str) -> TrainctlError:
-        return TrainctlError(
+        return MachineError(
             redact_text(f"the server of objective.rollout_url={self._url} fails: {what}"),
             hint=hint,
-            exit_code=ExitCode.environment,
         )
 
 
@@ -296,7 +295,7 @@ def on_first_rank(process: Process, work: Callable[[], Result], beat: Callable[[
         except TrainctlError as error:
             problem = error
         except OSError as error:
-            problem = TrainctlError(describe_exception(error), exit_code=ExitCode.environment)
+            problem = MachineError(describe_exception(error))
     result, problem = process.broadcast_from_first((result, problem))
     if problem is not None:
         raise problem

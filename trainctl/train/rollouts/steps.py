@@ -140,6 +140,7 @@ class RolloutData:
     Attributes:
         extra_samples: Samples that the last step used up beyond its batch.
         measures: Numbers to record of the last step, by name.
+        width: Tokens of each row of the last step, on all ranks.
     """
 
     def __init__(self, session: Session, journal: Journal) -> None:
@@ -157,6 +158,7 @@ class RolloutData:
         self._rewards: RewardProcesses | None = None
         self.extra_samples = 0
         self.measures: dict[str, float] = {}
+        self.width = 0
 
     @property
     def phase_name(self) -> str:
@@ -194,6 +196,7 @@ class RolloutData:
         self.extra_samples = phase.extra_samples if step == phase.step else 0
         answers = phase.answers[offset : offset + batch.global_batch_size]
         self.measures = {**_measures(answers), "without_signal": phase.without_signal}
+        self.width = self._width(answers)
         if self._session.process.is_first:
             self._keep_texts(step + 1, answers[: self._section.keep_rollouts])
         return self._micro_batches(answers, batch)
@@ -442,10 +445,9 @@ class RolloutData:
         data, size = self._session.mesh.data, batch.micro_batch_size
         lengths = np.array([each.tokens for each in answers])
         divisors = divisors_of(self._section, lengths)
-        width = self._width(answers)
         dealt = np.arange(len(answers)).reshape(-1, data.size, size)[:, data.index]
         return [
-            _rows([answers[place] for place in places], width, size, divisors[places], lengths)
+            _rows([answers[place] for place in places], self.width, size, divisors[places], lengths)
             for places in dealt
         ]
 

@@ -69,6 +69,18 @@ def set_lengths(source: Conversion, prompt: int, answer: int, *names: str) -> No
     source.set("training.sequence_length", prompt + answer, *names)
 
 
+def set_kl_weight(source: Conversion, weight: float, *names: str, has_reference: bool) -> None:
+    """Set the weight of the KL divergence, which needs the weights before the first step."""
+    if weight and not has_reference:
+        source.leave(
+            names[0],
+            "a run keeps the weights before the first step only below an adapter that trains alone",
+            f"adapter=lora, with objective.kl_weight={weight:g}",
+        )
+    else:
+        source.set("objective.kl_weight", weight, *names)
+
+
 def _trl_loss(source: Conversion) -> None:
     scale = str(source.get("scale_rewards") if source.given("scale_rewards") else "group")
     if scale not in TRL_ADVANTAGES:

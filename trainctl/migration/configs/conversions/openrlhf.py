@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from trainctl.migration.configs.conversions import trl
-from trainctl.migration.configs.conversions.grpo import set_lengths
+from trainctl.migration.configs.conversions.grpo import set_kl_weight, set_lengths
 from trainctl.migration.configs.conversions.trainer import SCHEDULES
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
@@ -251,7 +251,9 @@ def _advantage(source: Conversion) -> None:
     source.set("objective.normalize_by", by, "algo.advantage.estimator")
     weight = source.number("algo.kl.init_coef") or 0.0
     if source.is_on("algo.kl.use_loss"):
-        source.set("objective.kl_weight", weight, "algo.kl.init_coef", "algo.kl.use_loss")
+        names = ("algo.kl.init_coef", "algo.kl.use_loss")
+        has_adapter = source.count("ds.lora.rank") > 0
+        set_kl_weight(source, weight, *names, has_reference=has_adapter)
     elif weight:
         source.leave(
             "algo.kl.init_coef",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainctl.migration.configs.conversions import trainer
+from trainctl.migration.configs.conversions import grpo, trainer
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
 from trainctl.models.directory import is_hub_name
@@ -246,7 +246,8 @@ def objective(source: Conversion) -> None:
     elif kind == "distill":
         trainer.convert_teacher(source, "teacher_model_name_or_path", "beta", default_beta=0.5)
     elif kind == "grpo":
-        source.set("objective.kl_weight", beta or 0.0, "beta")
+        is_alone = source.is_on("use_peft") and not source.texts("lora_modules_to_save")
+        grpo.set_kl_weight(source, beta or 0.0, "beta", has_reference=is_alone)
     elif kind == "reward" and source.given(CENTERING):
         source.set("objective.centering", source.number(CENTERING), CENTERING)
     elif kind == "orpo":
