@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -21,14 +20,13 @@ from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.listing import ResumePoint
 from trainctl.runs.lock import find_holder, hold_lock, inherit_lock
-from trainctl.runs.processes import die_with_parent
+from trainctl.runs.processes import die_with_parent, wait_while
 from trainctl.runs.status import State, change_status, read_status
 
 _PATIENCE_SECONDS = 60.0
 """Longest wait for the run's lock: the submitting process, or the last launcher of a requeued job,
 may still hold it.
 """
-_POLL_SECONDS = 0.2
 
 
 def main() -> int:
@@ -77,7 +75,6 @@ def _run_attempt(run: RunPaths, number: int | None) -> tuple[int, RunPlan]:
 def _hold_lock(run: RunPaths, descriptor: int | None) -> AbstractContextManager[int]:
     if descriptor is not None:
         return inherit_lock(run, descriptor)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
     who = find_holder(run)
     if who is not None:
         print(
@@ -85,8 +82,7 @@ def _hold_lock(run: RunPaths, descriptor: int | None) -> AbstractContextManager[
             f"{_PATIENCE_SECONDS:.0f} s at most",
             flush=True,
         )
-    while find_holder(run) is not None and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    wait_while(lambda: find_holder(run) is not None, _PATIENCE_SECONDS)
     return hold_lock(run)
 
 

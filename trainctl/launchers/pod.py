@@ -11,7 +11,6 @@ import argparse
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,11 +26,10 @@ from trainctl.runs.command import NodeCommand, read_command
 from trainctl.runs.directory import is_run, last_attempt, new_attempt, open_run, read_plan, run_id
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.mirror_state import MIRROR
-from trainctl.runs.processes import available_cores
+from trainctl.runs.processes import available_cores, wait_while
 
 _WAIT_SECONDS = 600.0
 """Longest wait for the first node: its image may still be pulled."""
-_POLL_SECONDS = 0.5
 
 
 def main() -> int:
@@ -155,14 +153,11 @@ def _join(run: RunPaths, plan: RunPlan, place: NodeIdentity) -> tuple[NodeComman
 
 
 def _wait_for(condition: Callable[[], bool], problem: str) -> None:
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise MachineError(
-                f"{problem} after {_WAIT_SECONDS:.0f} s",
-                hint="the first node's log tells; all nodes must share the run's storage",
-            )
-        time.sleep(_POLL_SECONDS)
+    if not wait_while(lambda: not condition(), _WAIT_SECONDS):
+        raise MachineError(
+            f"{problem} after {_WAIT_SECONDS:.0f} s",
+            hint="the first node's log tells; all nodes must share the run's storage",
+        )
 
 
 if __name__ == "__main__":

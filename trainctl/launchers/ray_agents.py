@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,9 @@ from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ray import RayConfig
 from trainctl.plans.types import RunPlan
 from trainctl.runs.failures import Cause
-from trainctl.runs.processes import PARENT_VARIABLE
+from trainctl.runs.processes import PARENT_VARIABLE, wait_while
 from trainctl.runs.status import Request, file_request, is_requested
 
-_POLL_SECONDS = 0.1
 _PLACING_SECONDS = 2.0
 """Time for Ray to place a group for which there is room."""
 _ANSWER_SECONDS = 600.0
@@ -60,10 +59,10 @@ class RayPool:
 
     def look(self, plan: RunPlan) -> Availability:
         """Ask for as many nodes as the plan has, and wait a moment for them."""
-        _wait_while(lambda: bool(self.lost_ids & alive_nodes().keys()), _DEATH_SECONDS)
+        wait_while(lambda: bool(self.lost_ids & alive_nodes().keys()), _DEATH_SECONDS)
         self.lost_ids.clear()
         self.reserve(plan.hardware.nodes)
-        is_ready = _wait_while(lambda: not self.is_placed(), _PLACING_SECONDS)
+        is_ready = wait_while(lambda: not self.is_placed(), _PLACING_SECONDS)
         return self.availability(plan.hardware.nodes, is_ready=is_ready)
 
     def section(self, nodes: int) -> RayConfig:
@@ -97,16 +96,6 @@ class RayPool:
 
     def _bundle_text(self) -> str:
         return " and ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
-
-
-def _wait_while(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait as long as a condition holds, at most some seconds; return whether it ended."""
-    deadline = time.monotonic() + seconds
-    while holds := condition():
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_SECONDS)
-    return not holds
 
 
 def alive_nodes() -> dict[str, Mapping[str, Any]]:
@@ -230,7 +219,7 @@ class RayAgents(NodeAgents):
         except RayError as error:
             self._kill()
             self._actors = []
-            if not _wait_while(self._pool.is_placed, _DEATH_SECONDS):
+            if not wait_while(self._pool.is_placed, _DEATH_SECONDS):
                 raise MachineError(
                     f"Ray cannot start an agent: {str(error).strip().splitlines()[-1]}",
                     hint="all nodes need the environment of this run at launcher.python",

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,7 @@ STORE_VARIABLE = "TRAINCTL_STORE"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
+_WAITING_SECONDS = 0.1
 _SETTLE_SECONDS = 0.03
 """Pause between the last two looks: in the middle of an exec a process shows no environment."""
 _KILL_PATIENCE_SECONDS = 2.0
@@ -144,6 +145,14 @@ def terminate_processes(
             _send_signal(alive - asked, signal.SIGTERM)
             asked |= alive
         time.sleep(_POLL_SECONDS)
+
+
+def wait_while(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait as long as a condition holds, at most some seconds; return whether it ended."""
+    deadline = time.monotonic() + seconds
+    while (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(_WAITING_SECONDS)
+    return not holds
 
 
 def die_with_parent(expected_pid: int | None = None, *, death_signal: int = signal.SIGKILL) -> None:

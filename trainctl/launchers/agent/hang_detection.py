@@ -16,6 +16,7 @@ from trainctl.launchers.agent.flight_records import RankState, StuckCollective, 
 from trainctl.runs.failures import TAIL_LINES
 from trainctl.runs.files import ensure_folder
 from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.processes import wait_while
 from trainctl.runs.status import Beat, read_beat
 
 _CHECK_SECONDS = 1.0
@@ -140,11 +141,10 @@ class HangDetector:
         log_sizes = self._signal_ranks(pids)
         is_local = len(pids) == len(self._world) or not wait_for_nodes
         awaited = log_sizes.keys() if is_local else self._world
-        deadline = time.monotonic() + (_ANSWER_SECONDS if is_local else _NODES_ANSWER_SECONDS)
-        while time.monotonic() < deadline and not all(
-            self._attempt.flight_record(rank).exists() for rank in awaited
-        ):
-            time.sleep(_POLL_SECONDS)
+        wait_while(
+            lambda: not all(self._attempt.flight_record(rank).exists() for rank in awaited),
+            _ANSWER_SECONDS if is_local else _NODES_ANSWER_SECONDS,
+        )
         # The log of a rank that has died may end with its stack.
         offsets = {rank: 0 for rank in self._world if rank not in pids} | log_sizes
         return {
