@@ -69,6 +69,7 @@ def imported(text: str, modules: Mapping[str, str]) -> set[str]:
     return found & modules.keys()
 
 
+@functools.cache
 def strings(text: str) -> set[str]:
     """Return the string constants of a text."""
     nodes = (node for node in ast.walk(parsed(text)) if isinstance(node, ast.Constant))

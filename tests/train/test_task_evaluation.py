@@ -130,7 +130,7 @@ LAYOUTS = {
     "expert": {"parallelism__expert": 2},
     "compiled": {"kernels__compile": "blocks"},
 }
-SLOW = ("zero0", "tensor", "expert", "compiled")
+SLOW = ("zero0", "tensor", "expert", "compiled", "fsdp2")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,7 @@ def test_results_match_lm_eval_and_the_curve_is_undisturbed(
         assert values["read"] == pytest.approx(expected["read"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_questions_go_through_the_chat_template_after_examples(tmp_path: Path, tasks: Path) -> None:
     keys = {"tasks": ["pick"], "chat": True, "shots": 1, "samples": 6}
     config = config_of(tasks, keys, sequence_length=128)
@@ -166,6 +167,7 @@ def test_questions_go_through_the_chat_template_after_examples(tmp_path: Path, t
         assert values == by_harness(config, run, step, asked, length=128)[name]
 
 
+@pytest.mark.slow
 def test_a_resume_neither_repeats_nor_loses_an_evaluation(tmp_path: Path, tasks: Path) -> None:
     """The first attempt ends at a checkpoint, after which it is as if it was killed."""
     keys = {"tasks": ["pick"], "every_steps": 1, "samples": 5}
