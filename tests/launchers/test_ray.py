@@ -22,7 +22,7 @@ from ports import reserved_port
 from preloaded_server import PreloadedServer
 
 from trainctl.config.compose import compose
-from trainctl.data.executors.ray import notify_if_reserved
+from trainctl.data.executors.ray import notify_if_no_cpu_is_free
 from trainctl.errors import TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.launchers import ray as ray_launcher
@@ -176,7 +176,7 @@ def test_a_run_loses_a_node_goes_on_with_the_other_and_stops(
     assert (found["state"], found["job_state"], found["nodes"]) == ("running", "RUNNING", 2)
 
     with ray.init(cluster.address, log_to_driver=False):
-        notify_if_reserved(ray)
+        notify_if_no_cpu_is_free(ray)
     assert "placement groups hold all 2 CPUs" in capfd.readouterr().err
 
     cluster.remove_node(cluster.second, allow_graceful=False)

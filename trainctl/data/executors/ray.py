@@ -45,7 +45,7 @@ class RayExecutor:
         running: dict[Any, ExecutorTask] = {}
         try:
             with _convert_errors(lost):
-                notify_if_reserved(ray)
+                notify_if_no_cpu_is_free(ray)
             while True:
                 with _convert_errors(lost):
                     cpus = int(ray.cluster_resources().get("CPU", 0))
@@ -72,7 +72,7 @@ class RayExecutor:
         return f"executor ray (cluster {self.address})"
 
 
-def notify_if_reserved(ray: Any) -> None:
+def notify_if_no_cpu_is_free(ray: Any) -> None:
     """Print a notice if no CPU is free: there is none, or placement groups (of runs) hold all."""
     cpus, groups = ray.cluster_resources().get("CPU", 0), ray.util.placement_group_table().values()
     bundles = (each["bundles"].values() for each in groups if each["state"] == "CREATED")
