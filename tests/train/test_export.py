@@ -84,6 +84,7 @@ def check(case, out, dtype=torch.float32, shard_bytes=5 * 10**9):
     return exported
 
 
+@pytest.mark.slow
 def test_the_export_of_every_zero_stage_computes_what_the_engine_did(tmp_path):
     cases = [Case(plan(stage), RunPaths(tmp_path / f"{stage}")) for stage in range(4)]
     train_cases(2, cases, together=True)

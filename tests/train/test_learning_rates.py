@@ -81,9 +81,8 @@ def falling(stage):
     return tiny_plan(config, 2)
 
 
-@pytest.mark.parametrize(
-    ("stage", "stops"), [(0, ()), pytest.param(3, (5, 7), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "stops"), [(0, ()), (3, (5, 7))])
 def test_the_rate_falls_at_a_plateau_and_after_a_rewind(tmp_path, stage, stops):
     """Also where the run is cut off right after the rewind, and after the next checkpoint."""
     plan, run = falling(stage), RunPaths(tmp_path / "run")

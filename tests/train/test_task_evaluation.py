@@ -130,12 +130,10 @@ LAYOUTS = {
     "expert": {"parallelism__expert": 2},
     "compiled": {"kernels__compile": "blocks"},
 }
-SLOW = ("zero0", "tensor", "expert", "compiled", "fsdp2")
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_results_match_lm_eval_and_the_curve_is_undisturbed(
     tmp_path: Path, tasks: Path, layout: str
 ) -> None:
