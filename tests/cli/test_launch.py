@@ -88,6 +88,34 @@ def test_a_dry_run_as_json_is_one_document(capsys: pytest.CaptureFixture[str]) -
     assert document["command"]["ranks_per_node"] == 2
 
 
+LACKING = {
+    ("slurm",): "sbatch is not installed",
+    ("skypilot", "launcher.skypilot_setup=[make]", "checkpoint.mirror=s3://b/r"): "sky is not ins",
+    ("kubernetes", "launcher.kubernetes_image=i", "launcher.kubernetes_claims={c: /}"):
+        "kubectl is not installed",
+    ("ray",): "no job server of Ray answers",
+}  # fmt: skip
+"""What a machine without any program lacks to hand a run over."""
+
+
+@pytest.mark.parametrize("launcher", LACKING, ids=lambda launcher: launcher[0])
+def test_a_dry_run_needs_no_program_of_a_launcher(
+    launcher: tuple[str, ...], started: list[int], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A job is often prepared on another machine than the one that hands it over."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    kind, *others = launcher
+    arguments = ["launch", "recipe=tiny", "hardware.nodes=1", f"launcher={kind}", *others]
+    assert run([*arguments, "--dry-run"]) == 0
+    output = capsys.readouterr()
+    assert "Commands" in output.out
+    assert f": {LACKING[launcher]}" in output.err.split("warning[")[1]
+    assert run(arguments) == ExitCode.environment
+    assert LACKING[launcher] in capsys.readouterr().err
+    assert started == []
+
+
 def test_what_does_not_fit_is_refused_with_what_would(
     tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -263,7 +263,8 @@ class LaunchView(Observer):
             print_message(_resume_message(run, plan, resume))
         if self._dry_run:
             if run is None and has_scheduler(plan.config):  # which does not look at this machine
-                check_machine(planned, plan, self._run_dir or DEFAULT_ROOT, self)
+                folder = self._run_dir or DEFAULT_ROOT
+                check_machine(planned, plan, folder, self, is_dry_run=True)
             where = run or RunPaths(self._run_dir.resolve() if self._run_dir else Path("runs/NEW"))
             show_start(planned, plan, where, as_json=self._as_json)
             raise typer.Exit

@@ -11,12 +11,13 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.schema import RunConfig
-from trainctl.errors import ExitCode, Finding, RunFailed, TrainctlError
+from trainctl.errors import ExitCode, Finding, RunFailed, Severity, TrainctlError
 from trainctl.launchers.attempts import require_space
 from trainctl.launchers.interface import LaunchRequest, Outcome, has_scheduler, launch_function
 from trainctl.launchers.planning import (
@@ -244,16 +245,33 @@ def _with_notes(error: TrainctlError, notes: Sequence[str]) -> TrainctlError:
     return error
 
 
-def check_machine(planned: PlannedConfig, plan: RunPlan, folder: Path, observer: Observer) -> None:
+def check_machine(
+    planned: PlannedConfig,
+    plan: RunPlan,
+    folder: Path,
+    observer: Observer,
+    *,
+    is_dry_run: bool = False,
+) -> None:
     """Refuse to start if the machines are not what the plan needs, or the run cannot be stored.
+
+    In a dry run, what this machine lacks (exit code 4) is a warning: another one may start the run.
 
     Raises:
         TrainctlError: With all findings on the machines.
     """
     findings = machine_findings(planned, plan, folder)
+    if is_dry_run:
+        findings = [_as_warning_of_machine(finding) for finding in findings]
     if any(finding.is_error for finding in findings):
         raise TrainctlError.from_findings(findings)
     observer.found(findings)
+
+
+def _as_warning_of_machine(finding: Finding) -> Finding:
+    if finding.exit_code is not ExitCode.environment:
+        return finding
+    return replace(finding, severity=Severity.warning)
 
 
 def _check_mirror(plan: RunPlan, run: RunPaths | None) -> None:
