@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "trainctl"
 SMALL_LINES = 60
@@ -41,9 +42,34 @@ LONG_FUNCTIONS = {
 """Functions that are still longer than `LONG_LINES`, with their lines: to be cut, never to grow."""
 
 
+class Facts(NamedTuple):
+    """Facts of a module's text."""
+
+    imports: frozenset[str]
+    """Dotted names of what it imports, in functions too."""
+    strings: frozenset[str]
+    """String constants."""
+    function_lines: dict[str, int]
+    """Lines of each function, by name."""
+
+
 @functools.cache
-def parsed(text: str) -> ast.Module:
-    return ast.parse(text)
+def facts(text: str) -> Facts:
+    """Read a text once: its tree is a hundred times as large as what is kept of it."""
+    imports: set[str] = set()
+    strings: set[str] = set()
+    lines: dict[str, int] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.add(node.value)
+        elif isinstance(node, ast.Import):
+            imports |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            imports |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            length = node.end_lineno - node.lineno + 1  # type: ignore[operator]
+            lines[node.name] = max(length, lines.get(node.name, 0))
+    return Facts(frozenset(imports), frozenset(strings), lines)
 
 
 @functools.cache
@@ -58,22 +84,10 @@ def dotted(path: Path) -> str:
 
 
 def imported(text: str, modules: Mapping[str, str]) -> set[str]:
-    """Return the modules that a text imports, in functions too."""
-    found: set[str] = set()
-    for node in ast.walk(parsed(text)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inside & modules.keys() or {node.module}
-    return found & modules.keys()
-
-
-@functools.cache
-def strings(text: str) -> set[str]:
-    """Return the string constants of a text."""
-    nodes = (node for node in ast.walk(parsed(text)) if isinstance(node, ast.Constant))
-    return {node.value for node in nodes if isinstance(node.value, str)}
+    """Return the modules that a text imports, or imports names of."""
+    return {
+        name if name in modules else name.rpartition(".")[0] for name in facts(text).imports
+    } & modules.keys()
 
 
 def small_single_importers(modules: Mapping[str, str]) -> dict[str, str]:
@@ -86,14 +100,14 @@ def small_single_importers(modules: Mapping[str, str]) -> dict[str, str]:
     for module, text in modules.items():
         for other in imported(text, modules) - {module}:
             importers.setdefault(other, set()).add(module)
-        named |= {value.partition(":")[0] for value in strings(text)}
+        named |= {value.partition(":")[0] for value in facts(text).strings}
     found = {}
+    packages = {module.rpartition(".")[0] for module in modules}
     for module, text in modules.items():
-        is_package = any(other.startswith(f"{module}.") for other in modules)
         is_small = text.count("\n") < SMALL_LINES
         users = importers.get(module, set())
-        is_entry = module in named or "__main__" in strings(text)
-        if is_small and len(users) == 1 and not is_package and not is_entry:
+        is_entry = module in named or "__main__" in facts(text).strings
+        if is_small and len(users) == 1 and module not in packages and not is_entry:
             (user,) = users
             if user.split(".")[1] == module.split(".")[1]:
                 found[module] = user
@@ -107,7 +121,7 @@ def named_functions(modules: Mapping[str, str]) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for module, text in modules.items():
-        for value in sorted(strings(text)):
+        for value in sorted(facts(text).strings):
             given = re.fullmatch(r"([\w.]+):([A-Za-z_]\w*)", value)
             if given is None:
                 continue
@@ -127,11 +141,10 @@ def named_functions(modules: Mapping[str, str]) -> dict[str, list[str]]:
 def long_functions(modules: Mapping[str, str]) -> dict[str, int]:
     """Return functions of more than `LONG_LINES` lines, by name, with their lines."""
     return {
-        f"{module}:{node.name}": lines
+        f"{module}:{name}": lines
         for module, text in modules.items()
-        for node in ast.walk(parsed(text))
-        if isinstance(node, ast.FunctionDef)
-        and (lines := node.end_lineno - node.lineno + 1) > LONG_LINES  # type: ignore[operator]
+        for name, lines in facts(text).function_lines.items()
+        if lines > LONG_LINES
     }
 
 
