@@ -136,19 +136,30 @@ def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
     return {name: at for name, at in found.items() if at[0].partition(".")[0] in PACKAGES}
 
 
+def _is_set_on_others(node: ast.Attribute, imported: dict[str, tuple[str, str]]) -> bool:
+    if isinstance(node.ctx, ast.Load) or _is_own(node):
+        return False
+    root = ast.unparse(node.value).partition(".")[0]
+    return node.attr == "__class__" or root in imported or node.attr not in _ours()
+
+
+@functools.cache
+def _declarable(path: Path) -> list[tuple[int, str]]:
+    """Return lines and names of everything in a file that has to be declared."""
+    return sorted(_inside(_trees()[path]))
+
+
 def _inside(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Lines and names of everything that has to be declared."""
     imported = _imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            is_set = not isinstance(node.ctx, ast.Load) and not _is_own(node)
-            root = ast.unparse(node.value).partition(".")[0]
-            if (
-                is_set
-                and (node.attr == "__class__" or root in imported or node.attr not in _ours())
-            ) or _is_private(node.attr):
+            if _is_set_on_others(node, imported) or _is_private(node.attr):
                 yield node.lineno, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr")
+        ):
             name = node.args[1]
             if isinstance(name, ast.Constant) and _is_private(name.value):
                 yield node.lineno, name.value
@@ -180,14 +191,14 @@ def test_every_use_is_declared() -> None:
     missing = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in PATHS
-        for line, name in sorted(_inside(_trees()[path]))
+        for line, name in _declarable(path)
         if name not in DECLARED | PUBLIC
     ]
     assert not missing, "neither ours nor in a table of trainctl/engines"
 
 
 def test_every_declaration_is_used() -> None:
-    used = {name for path in PATHS for _, name in _inside(_trees()[path])}
+    used = {name for path in PATHS for _, name in _declarable(path)}
     text = "\n".join(path.read_text() for path in PATHS if not path.name.endswith("patches.py"))
     for table in TABLES:
         for use in table.uses:
