@@ -33,6 +33,16 @@ def test_conversations_are_shown_with_their_loss_mask(
     assert not Path("runs").exists()
 
 
+def test_a_name_that_is_only_letters_is_told_from_the_token(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    messages = asked(("say <pad>", "it is <pad>"))
+    Path("chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 100)
+    assert run(["data", "show", *CHAT, "--samples", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert r"say \<pad><|im_end|>" in shown and "[[it is <pad><|im_end|>" in shown
+
+
 def test_a_step_has_the_samples_that_the_plan_gives_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "show", *CHAT, "--step", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -7,9 +7,10 @@ rendering up to and including the answer. The answer lies between the two prefix
 that ends its turn. A template that renders earlier turns differently once others follow is refused,
 because the tokens of its answers are not known.
 
-User text is plain text: the name of a special token in it is encoded as its letters and cannot
-forge a turn. In messages of a user or a tool this also holds for any other added token that the
-template itself writes: some tokenizers do not declare the tokens special that begin a turn.
+What a user or a tool says is plain text: the name of a special token in it is encoded as its
+letters and cannot forge a turn. This also holds for any other added token that the template itself
+writes: some tokenizers do not declare the tokens special that begin a turn. All other text (of the
+assistant, the system, the schemas of tools) is encoded as the template's own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -38,13 +39,15 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the encoding of conversations. Raising it has all conversations tokenized
 again.
 """
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _UNTRUSTED_ROLES = ("user", "tool")
-"""Roles whose text is untrusted: it never becomes a token that the template writes."""
+"""Roles whose text is untrusted: no name in it becomes a special token, nor a token that the
+template writes.
+"""
 _PLACEHOLDERS = range(0x100000, 0x10FFFE)
 """Private-use code points, which mean nothing in text: placeholders for special tokens'
 names.
@@ -140,13 +143,9 @@ class ChatTemplate:
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
-        """Pattern that matches the name of any special token, longest names first."""
-        return _any_name(self._special.values())
-
-    @cached_property
-    def _names_and_marks(self) -> re.Pattern[str]:
-        """Pattern that matches the name of any special token or mark."""
-        return _any_name([*self._special.values(), *self._marks.values()])
+        """Pattern that matches the name of any special token or mark, the longest first."""
+        longest = sorted({*self._special.values(), *self._marks.values()}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
     def _probes(self) -> list[str]:
         """Render two conversations that differ only in the answer; [] if one is refused."""
@@ -303,16 +302,14 @@ class ChatTemplate:
     def _find_placeholders(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> dict[str, str]:
-        """Return a placeholder for each name of a special token in a conversation's texts.
+        """Return a placeholder for each name of a special token in untrusted texts.
 
         The names are collected once for the whole conversation, so that its prefixes are rendered
         with the same placeholders.
         """
         text = "\0".join(_texts_in([*messages, *(tools or ())]))
-        untrusted = "\0".join(
-            _texts_in([each for each in messages if each["role"] in _UNTRUSTED_ROLES])
-        )
-        names = sorted({*self._names.findall(text), *self._names_and_marks.findall(untrusted)})
+        untrusted = _texts_in([each for each in messages if each["role"] in _UNTRUSTED_ROLES])
+        names = sorted({*self._names.findall("\0".join(untrusted))})
         free = (chr(point) for point in _PLACEHOLDERS if chr(point) not in text)
         return dict(zip(free, names, strict=False))
 
@@ -327,24 +324,19 @@ class ChatTemplate:
     ) -> tuple[_RenderedText, Spans]:
         """Render messages and return the text with the character spans that the template marks."""
         placeholder_of = {name: character for character, name in placeholders.items()}
-
-        def plain(value: Any, names: re.Pattern[str]) -> Any:
-            return _insert_placeholders(value, placeholder_of, names)
-
         chat = [
             {
-                key: each if key == "role" else plain(each, self._names_of(message))
+                key: each
+                if key == "role"
+                else _insert_placeholders(each, placeholder_of, self._names)
                 for key, each in message.items()
             }
+            if message["role"] in _UNTRUSTED_ROLES
+            else message
             for message in messages
         ]
-        tool_schemas = [plain(each, self._names) for each in tools or ()]
-        text, spans = self._render_jinja(chat, tool_schemas, prompts=prompts, marks=marks)
+        text, spans = self._render_jinja(chat, tools or (), prompts=prompts, marks=marks)
         return _RenderedText(text, placeholders), spans
-
-    def _names_of(self, message: Message) -> re.Pattern[str]:
-        """Return the pattern of token names that are plain text in this message."""
-        return self._names_and_marks if message["role"] in _UNTRUSTED_ROLES else self._names
 
     def _render_plain(self, messages: Sequence[Message]) -> str:
         """Render messages that contain no names of tokens."""
@@ -406,12 +398,6 @@ def _load_tokenizer(file: Path, special: Collection[str] = ()) -> Tokenizer:
     found = Tokenizer.from_str(text)
     disable_truncation(found)
     return found
-
-
-def _any_name(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the names, the longest first."""
-    longest = sorted(names, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
 
 def _token_range(places: Ids, start: int, end: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from trainctl.data.mixture import sample_order
 from trainctl.data.packing import load_bins, packed_token_count
 from trainctl.data.sample_reader import SampleReader
 from trainctl.data.targets import name_targets
-from trainctl.data.tokenizer import Tokenizer
+from trainctl.data.tokenizer import FileTokenizer, Tokenizer
 from trainctl.errors import RunStateError, TrainctlError
 from trainctl.options.data import spec_of
 from trainctl.options.objective.grpo import answers_per_prompt
@@ -207,7 +207,9 @@ def _decode_sample(
     batch = reader.read(np.array([index]), np.array([epoch]))
     size = sum(end - start for start, end in reader.pieces(index))
     ids, is_marked = batch.tokens[0, :size], corpus.is_marked
-    text = tokenizer.decode(ids.tolist(), with_special=is_marked)
+    text = (
+        _decode_with_names(ids.tolist(), tokenizer) if is_marked else tokenizer.decode(ids.tolist())
+    )
     cut = text[:most_characters] if most_characters else text
     stretches = _loss_mask_runs(ids, batch.ignored[0], tokenizer, len(cut)) if is_marked else ()
     targets = name_targets(batch.targets[0], corpus.classes)
@@ -247,10 +249,31 @@ def _loss_mask_runs(
     has_loss = np.concatenate([[False], ~ignored[: len(ids) - 1]])
     borders = np.flatnonzero(np.diff(has_loss)) + 1
     for first, end in pairwise([0, *borders.tolist(), len(ids)]):
-        text = tokenizer.decode(ids[first:end].tolist(), with_special=True)[:most_characters]
+        text = _decode_with_names(ids[first:end].tolist(), tokenizer)[:most_characters]
         most_characters -= len(text)
         if text:
             yield ChatStretch(text, bool(has_loss[first]))
+
+
+def _decode_with_names(ids: list[int], tokenizer: Tokenizer) -> str:
+    r"""Return the text of ids, with special tokens by name.
+
+    A backslash stands before a name that is no token, but letters: `\<eos>`.
+    """
+    text = tokenizer.decode(ids, with_special=True)
+    added = tokenizer.added_tokens() if isinstance(tokenizer, FileTokenizer) else {}
+    if not added:
+        return text
+    names = re.compile("|".join(sorted(map(re.escape, added.values()), key=len, reverse=True)))
+    are_tokens: list[bool] = []
+    for is_added, run in groupby(ids, added.__contains__):
+        numbers = list(run)
+        found = numbers if is_added else names.findall(tokenizer.decode(numbers))
+        are_tokens += [is_added] * len(found)
+    if all(are_tokens) or len(are_tokens) != len(names.findall(text)):
+        return text
+    is_token = iter(are_tokens)
+    return names.sub(lambda name: name[0] if next(is_token) else f"\\{name[0]}", text)
 
 
 def training_text(plan: RunPlan, corpus: Corpus, source: str) -> TrainingText:

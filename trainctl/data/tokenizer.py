@@ -166,6 +166,11 @@ class FileTokenizer:
         found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return found
 
+    def added_tokens(self) -> dict[int, str]:
+        """Return the names of the tokens beside the vocabulary, special or not, by their ids."""
+        found = self._backend.get_added_tokens_decoder()
+        return {number: token.content for number, token in found.items()}
+
     def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=not with_special))
 
