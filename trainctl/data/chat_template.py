@@ -352,19 +352,25 @@ class ChatTemplate:
     ) -> tuple[str, Spans]:
         """Return the template's text, and the character spans that it marks.
 
+        A template that refuses arguments of a tool call as an object gets them as JSON.
+
         Raises:
             CannotRender: The template refuses the conversation.
             TrainctlError: The template exceeds the limits on time, memory or length of text.
         """
         given = {**self.arguments, **self._special_tokens}
-        try:
-            return render(self.source, chat, tools, given, prompts=prompts, marks=marks)
-        except RefusedByTemplate as error:
-            raise CannotRender(
-                f"the chat template cannot write {_conversation_in_words(chat)}: {error}",
-                hint="correct the conversation, or data.on_bad_text=skip, which leaves such out; "
-                "or another template in data.chat_template",
-            ) from None
+        refused = []
+        with_text = [_with_arguments_as_text(message) for message in chat]
+        for messages in (chat, with_text) if with_text != chat else (chat,):
+            try:
+                return render(self.source, messages, tools, given, prompts=prompts, marks=marks)
+            except RefusedByTemplate as error:
+                refused.append(error)
+        raise CannotRender(
+            f"the chat template cannot write {_conversation_in_words(chat)}: {refused[0]}",
+            hint="correct the conversation, or data.on_bad_text=skip, which leaves such out; "
+            "or another template in data.chat_template",
+        )
 
     def _encode_text(self, text: _RenderedText) -> tuple[Ids, Ids]:
         """Return the ids of a text, (tokens,), and the span of each token in it, (tokens, 2)."""
@@ -436,6 +442,20 @@ def _insert_placeholders(
     if isinstance(value, list | tuple):
         return [_insert_placeholders(each, placeholder_of, names) for each in value]
     return value
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    """Return a message with the arguments of its tool calls as JSON."""
+
+    def encode(value: Any, key: str = "") -> Any:
+        if key == "arguments" and isinstance(value, Mapping):
+            return json.dumps(value, ensure_ascii=False)
+        if isinstance(value, Mapping):
+            return {name: encode(each, name) for name, each in value.items()}
+        return [encode(each) for each in value] if isinstance(value, list) else value
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": encode(calls)} if calls else message
 
 
 def _conversation_in_words(messages: Sequence[Message]) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -205,7 +206,23 @@ def _read_message(record: object) -> Message:
         raise BadRecord(f"the content of the {role} is {type(content).__name__}, not text")
     if not content and not message.get("tool_calls"):
         raise BadRecord(f"a message of the {role} is empty")
+    if message.get("tool_calls"):
+        calls = _parse_list(message["tool_calls"], "tool_calls")
+        message["tool_calls"] = [_decode_arguments(call) for call in calls]
     return message
+
+
+def _decode_arguments(call: Any) -> Any:
+    """Return a tool call with its arguments as an object if they are the JSON text of one."""
+    if not isinstance(call, Mapping):
+        return call
+    if "function" in call:
+        return {**call, "function": _decode_arguments(call["function"])}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def _require_order(messages: list[Message]) -> None:
