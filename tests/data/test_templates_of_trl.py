@@ -10,6 +10,7 @@ from chat_files import asked, write_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from trainctl.data.chat_template import CannotRender, ChatTemplate
+from trainctl.data.template_fields import CALLS, REASONING, SYSTEM
 from trainctl.models.tokenizer_files import special_tokens_of
 from trainctl.readers.conversations import Learn, conversation_of
 
@@ -108,7 +109,7 @@ def test_tokens_that_the_assistant_or_the_system_say_are_tokens(
     found = {}
     for name, template in templates.items():
         theirs = ids_of_transformers(template, messages, tools)
-        if theirs is not None:
+        if theirs is not None and CALLS not in template.left_out(messages, tools):
             found[name] = encode(template, messages, tools)
             assert found[name] == theirs, name
     act = next(iter(templates.values()))._backend.token_to_id(ACT)
@@ -122,7 +123,8 @@ def test_arguments_in_json_text_are_those_of_the_object(templates, ids_of_transf
         conversation_of({"messages": called(each)})["messages"] for each in (arguments, text)
     )
     refused = []
-    for name, template in templates.items():
+    writing = {k: v for k, v in templates.items() if CALLS not in v.left_out(as_object)}
+    for name, template in writing.items():
         theirs = ids_of_transformers(template, called(arguments), TOOLS)
         if theirs is None:
             theirs = ids_of_transformers(template, called(text), TOOLS)
@@ -130,6 +132,27 @@ def test_arguments_in_json_text_are_those_of_the_object(templates, ids_of_transf
         assert found == [theirs] * 2, name
         refused += [] if theirs else [name]
     assert refused == ["idefics3", "llava_next", "smolvlm"], "they take no message without parts"
+
+
+WITHOUT = {
+    CALLS: (called({"to": "a"}), [USER, {"role": "assistant", "content": ""}]),
+    REASONING: (TRUSTED["reasoning"][0], asked(("hello", "ok"))),
+    SYSTEM: (TRUSTED["system"][0], asked(("hello", "ok"), system="You are not.")),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_what_a_template_leaves_out_is_known(templates, ids_of_transformers, kind):
+    left_out, expected = set(), set()
+    for name, template in templates.items():
+        ids = [ids_of_transformers(template, each, None) for each in WITHOUT[kind]]
+        expected |= {name} if ids[0] == ids[1] and ids[0] is not None else set()
+        left_out |= {name} if kind in template.left_out(WITHOUT[kind][0]) else set()
+        if kind is CALLS and name in left_out:
+            with pytest.raises(CannotRender, match="leaves out tool calls of"):
+                template.render(WITHOUT[kind][0])
+    assert left_out == expected
+    assert {CALLS: "llama3", REASONING: "qwen2_5", SYSTEM: "smolvlm"}[kind] in left_out
 
 
 SPOKEN = {

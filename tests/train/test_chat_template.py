@@ -160,6 +160,16 @@ def test_a_token_in_an_answer_is_learnt_as_the_token(folder, named, text):
     assert found.ids.tolist().count(number) == 5, "of the system's, and of no user's"
 
 
+@pytest.mark.parametrize("text", [MARKED, TWICE_MARKED, UNMARKED], ids=["one", "two", "prefixes"])
+def test_an_answer_of_which_only_the_end_is_left_is_not_learnt(folder, named, text):
+    parts = "{{ message['content'].split('</think>')[-1] }}"
+    template = named(folder, text.replace("{{ message['content'] }}", parts))
+    messages = asked(("1+1?", "<think>2</think>"), ("2+2?", "4"))
+    assert _shown(template, template.render(messages)) == "4<|im_end|>"
+    with pytest.raises(CannotRender, match="nothing to learn"):
+        template.render(messages[:2])
+
+
 @pytest.mark.parametrize("text", [MARKED, UNMARKED], ids=["marks", "prefixes"])
 def test_a_turn_is_not_forged_where_nothing_is_special(named, tmp_path, text):
     """The template's own tokens are encoded as plain text in the text of users and tools. The

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.data.template_fields import CALLS, TOOLS, with_stand_in_name, with_stand_ins
 from trainctl.data.template_rendering import RefusedByTemplate, Spans, render
 from trainctl.data.tokenizer import disable_truncation
 from trainctl.errors import TrainctlError
@@ -164,13 +165,18 @@ class ChatTemplate:
 
         It is the first token after the content that is special or a mark.
         """
+        return self._after_content[:1]
+
+    @cached_property
+    def _after_content(self) -> tuple[int, ...]:
+        """Ids of the tokens after an assistant's content that are special or marks."""
         texts = self._probes()
         content = [n for n, pair in enumerate(zip(*texts, strict=False)) if len({*pair}) > 1]
         if not content:
             return ()
         ids, places = self._encode_text(_RenderedText(texts[0], {}))
         after = ids[places[:, 0] > content[-1]].tolist()
-        return tuple(token for token in after if token in self._special or token in self._marks)[:1]
+        return tuple(token for token in after if token in self._special or token in self._marks)
 
     @property
     def fingerprint(self) -> str:
@@ -200,6 +206,7 @@ class ChatTemplate:
             CannotRender: The template refuses the conversation, its answers cannot be located, or
                 there is nothing to learn.
         """
+        self._require_calls(messages, tools)
         placeholders = self._find_placeholders(messages, tools)
         text, spans = self._render_text(messages, tools, placeholders, marks=self.has_marks)
         ids, places = self._encode_text(text)
@@ -215,7 +222,7 @@ class ChatTemplate:
             found = [_token_range(places, *span) for span in spans]
         else:
             found = [self._answer_span(messages, tools, n, text, ids, places) for n in answers]
-        for first, end in found:
+        for first, end in self._without_bare_ends(found, text.text, ids, places):
             loss_mask[first:end] = True
         if not loss_mask.any():
             raise CannotRender(f"nothing to learn in {_conversation_in_words(messages)}")
@@ -229,9 +236,53 @@ class ChatTemplate:
         Raises:
             CannotRender: The template refuses the messages.
         """
+        self._require_calls(messages, tools)
         placeholders = self._find_placeholders(messages, tools)
         text, _ = self._render_text(messages, tools, placeholders, prompts=True)
         return self._encode_text(text)[0]
+
+    def left_out(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> set[str]:
+        """Return the kinds of fields in a conversation that the template does not write.
+
+        A conversation that the template refuses is not looked at. Reasoning and tools are left out
+        if none of them is written: many templates drop the reasoning of earlier turns.
+        """
+        kind_of: dict[str, str] = {}
+        free = map(chr, _PLACEHOLDERS)
+
+        def stand_in(kind: str) -> str:
+            character = next(free)
+            kind_of[character] = kind
+            return character
+
+        chat = [with_stand_ins(message, stand_in) for message in messages]
+        schemas = [with_stand_in_name(each, TOOLS, stand_in) for each in tools or ()]
+        try:
+            text, _ = self._render_jinja(chat, schemas, prompts=False, marks=False)
+        except CannotRender:
+            return set()
+        missing = {kind for character, kind in kind_of.items() if character not in text}
+        written = {kind for character, kind in kind_of.items() if character in text}
+        return missing - (written - {CALLS})
+
+    def _require_calls(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Check that the template writes every tool call.
+
+        Raises:
+            CannotRender: It leaves some out: an answer would be learnt as if nothing were called.
+        """
+        if any(each.get("tool_calls") for each in messages) and CALLS in self.left_out(
+            messages, tools
+        ):
+            raise CannotRender(
+                f"the chat template leaves out {CALLS} of {_conversation_in_words(messages)}",
+                hint="a template that writes them, in data.chat_template; or "
+                "data.on_bad_text=skip, which leaves such conversations out",
+            )
 
     def _spans_of(
         self,
@@ -288,6 +339,25 @@ class ChatTemplate:
             if not whole[places[last - 1, 1] : len(through_answer.text)].strip():
                 end = last  # white space after the turn is not learnt
         return first, end
+
+    def _without_bare_ends(
+        self, spans: Sequence[tuple[int, int]], text: str, ids: Ids, places: Ids
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the spans of answers, in tokens, but of those that are nothing but their end.
+
+        Spans with nothing but white space between them are of one answer.
+        """
+        answers: list[list[tuple[int, int]]] = []
+        for first, end in spans:
+            before = places[answers[-1][-1][1] - 1, 1] if answers else 0
+            if not answers or text[before : places[min(first, len(ids) - 1), 0]].strip():
+                answers.append([])
+            answers[-1].append((first, end))
+        is_bare = np.isin(ids, self._after_content)
+        is_bare |= [not text[start:stop].strip() for start, stop in places.tolist()]
+        for answer in answers:
+            if not all(is_bare[first:end].all() for first, end in answer):
+                yield from answer
 
     def _not_a_prefix(self, messages: Sequence[Message], number: int) -> CannotRender:
         return CannotRender(

@@ -15,6 +15,7 @@ from trainctl.config.overrides import SYNTAX, expand_sweep
 from trainctl.config.registry import changed_section
 from trainctl.config.user_code import check_user_code
 from trainctl.data.source_lengths import count_epoch, preview_data_plan
+from trainctl.data.template_check import check_templates
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.launchers.config_checks import launcher_refusals
@@ -162,6 +163,8 @@ def plan_config(
     """
     composed, unread = read_factory(composed, folder)
     missing = missing_files(composed.config, folder) if with_files else []
+    if with_files and not any(finding.is_error for finding in missing):
+        missing += check_templates(composed.config)
     is_there = not any(finding.is_error for finding in missing)
     composed = count_epoch(composed, tokenize=tokenize and is_there)
     hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated)
