@@ -26,7 +26,7 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     for number in range(4):
-        (tmp_path / f"{number}.txt").write_text("x" * 749)
+        (tmp_path / f"{number}.txt").write_text("wxyz"[number] * 749)
     assert SAMPLES == (3 * 750 - 1) // 64
     return [
         "recipe=tiny",

@@ -160,6 +160,12 @@ def test_a_source_does_not_train_on_what_another_holds_out(tmp_path):
     assert not found() and not found(more % "0.2"), "the same files are on the same side"
     (finding,) = found(more % "0.05")
     assert finding.key == "data.sources.more.held_out_fraction" and finding.is_error
+    assert ".txt and 19 more, of which data.sources.code holds out other d" in finding.message
+    by_file = ["data.sources.code.held_out_by=file", "data.sources.more.held_out_by=file"]
+    (finding,) = found(more % "0.05", *by_file)
     assert ".txt and 2 more, which data.sources.code holds out" in finding.message
+    (finding,) = found(more % "0.5")
+    assert finding.key == "data.sources.code.held_out_fraction", "`more` holds out all of them"
+    assert len(found(more % "0.2", "data.sources.more.held_out_seed=1")) == 2
     assert not found(more % "0.05", "data.decontaminate=[held_out]")
     assert not found(more % "0.05", "data.dedup=exact")

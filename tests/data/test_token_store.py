@@ -16,7 +16,7 @@ import pytest
 from small_texts import CONFIGS, make_texts
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import OnBadText, RunConfig, TokenizerConfig
+from trainctl.config.schema import HeldOutBy, OnBadText, RunConfig, TokenizerConfig
 from trainctl.data import task_workers, tasks
 from trainctl.data.cache_files import cache_folder, ignore_message, lock_folder
 from trainctl.data.corpus import Corpus, CorpusBuilder, build_corpus
@@ -107,8 +107,9 @@ def texts(tmp_path, monkeypatch):
 
 def section(name, **changes):
     keys = {**CONFIGS[name], **changes}
-    if "on_bad_text" in keys:
-        keys["on_bad_text"] = OnBadText(keys["on_bad_text"])
+    for key, names in (("on_bad_text", OnBadText), ("held_out_by", HeldOutBy)):
+        if key in keys:
+            keys[key] = names(keys[key])
     return new_section("data", "files", **keys)
 
 

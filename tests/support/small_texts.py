@@ -3,15 +3,17 @@
 import json
 import random
 
+BY_FILE = {"held_out_by": "file"}
+"""Split of corpora whose digests were recorded before records were held out."""
 CONFIGS = {
-    "files": {"paths": ["a/*.txt"]},
-    "mixed": {"paths": ["a/*.txt", "b/big.jsonl"], "held_out_fraction": 0.2},
+    "files": {"paths": ["a/*.txt"], **BY_FILE},
+    "mixed": {"paths": ["a/*.txt", "b/big.jsonl"], "held_out_fraction": 0.2, **BY_FILE},
     "single": {"paths": ["b/big.jsonl"], "held_out_fraction": 0.1},
     "whole": {"paths": ["one.txt"], "held_out_fraction": 0.1},
     "named": {"paths": ["a", "b/big.jsonl"], "held_out_paths": ["a/0*.txt"]},
-    "skip": {"paths": ["b/*.jsonl"], "on_bad_text": "skip", "held_out_fraction": 0.5},
+    "skip": {"paths": ["b/*.jsonl"], "on_bad_text": "skip", "held_out_fraction": 0.5, **BY_FILE},
     "skip_single": {"paths": ["b/bad.jsonl"], "on_bad_text": "skip"},
-    "cut": {"paths": ["a/*.txt"], "max_bytes": 5000},
+    "cut": {"paths": ["a/*.txt"], "max_bytes": 5000, **BY_FILE},
     "none": {"paths": ["b/big.jsonl", "a"], "held_out_fraction": 0.0},
 }
 """Configurations that read the corpus, by keys of `data=files`."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import DataConfig, TokenizerConfig
+from trainctl.config.schema import DataConfig, HeldOutBy, TokenizerConfig
 from trainctl.data.cache_files import cache_folder, lock_folder
 from trainctl.data.corpus import Corpus, build_corpus
 from trainctl.data.corpus_record import read_corpus
@@ -53,18 +53,17 @@ def test_text_sources_keep_the_identity_of_old_caches():
 
 def test_the_standard_library_is_there_and_its_tests_are_not():
     files = split_files(DataConfig())
-    train, held_out = files.train, files.held_out
-    assert len(train) > 100 and len(held_out) > 5
-    assert not set(train) & set(held_out)
-    assert all("site-packages" not in file.parts and "test" not in file.parts for file in train)
+    assert len(files.train) > 100 and files.by_document
+    assert all(not {"site-packages", "test"} & {*file.parts} for file in files.train)
 
 
 def test_a_file_is_on_the_same_side_wherever_the_folder_is_and_whatever_is_added(texts, tmp_path):
-    held_out = split_files(files_config(texts, held_out_fraction=0.2)).held_out
+    keys = {"held_out_fraction": 0.2, "held_out_by": HeldOutBy.file}
+    held_out = split_files(files_config(texts, **keys)).held_out
     assert len(held_out) == round(21 * 0.2)
     moved = tmp_path / "moved"
     texts.rename(moved)
-    names = {file.name for file in split_files(files_config(moved, held_out_fraction=0.2)).held_out}
+    names = {file.name for file in split_files(files_config(moved, **keys)).held_out}
     assert names == {file.name for file in held_out}
 
 

@@ -20,7 +20,7 @@ from tokenized_forms import (
 
 from trainctl.cli.main import run as run_command
 from trainctl.config.registry import new_section
-from trainctl.config.schema import RunConfig
+from trainctl.config.schema import HeldOutBy, RunConfig
 from trainctl.data.corpus import CorpusBuilder, build_corpus
 from trainctl.data.corpus_record import Corpus
 from trainctl.data.token_arrays import JoinedSpans, Span
@@ -117,7 +117,8 @@ def test_the_same_tokens_give_the_same_samples_as_our_own(tmp_path):
 def test_files_are_on_a_side_each_and_read_as_one_array(tmp_path):
     for number in range(10):
         made_in(tmp_path / "corpus" / str(number), "megatron", DOCUMENTS[number::10])
-    corpus = build_corpus(section(tmp_path / "corpus", held_out_fraction=0.2), ByteTokenizer())
+    by_file = {"held_out_fraction": 0.2, "held_out_by": HeldOutBy.file}
+    corpus = build_corpus(section(tmp_path / "corpus", **by_file), ByteTokenizer())
     kept = {int(Path(span.file).parent.name) for span in corpus.train.in_place}
     held_out = {int(Path(span.file).parent.name) for span in corpus.held_out.in_place}
     assert kept | held_out == set(range(10)) and len(held_out) == 2 and not kept & held_out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import yaml
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_bytes
-from trainctl.config.schema import RunConfig, walk_leaves
+from trainctl.config.schema import DataConfig, RunConfig, walk_leaves
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import compose_bounded
 from trainctl.errors import RunStateError, TrainctlError
@@ -25,7 +25,8 @@ def dump_config(config: RunConfig) -> str:
 
 
 def load_config(path: Path) -> RunConfig:
-    """Read a file that `dump_config` wrote; missing keys of older versions keep their defaults.
+    """Read a file that `dump_config` wrote; keys that its version did not have keep their
+    defaults, or get their former values.
 
     Raises:
         TrainctlError: The file is missing, unreadable or no configuration (run state), or it uses
@@ -35,7 +36,7 @@ def load_config(path: Path) -> RunConfig:
         text = read_bytes(path).decode()
         compose_bounded(text)
         data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        return from_plain(RunConfig, data)
+        return from_plain(RunConfig, with_former_values(data))
     except TrainctlError as missing:
         raise TrainctlError(
             f"{path}: {missing.message}", hint=missing.hint, exit_code=missing.exit_code
@@ -46,6 +47,28 @@ def load_config(path: Path) -> RunConfig:
         raise _unusable_error(path, f"is not valid YAML: {first_line(error)}") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise _unusable_error(path, f"is no configuration of trainctl: {error}") from None
+
+
+def with_former_values(config: Any) -> Any:
+    """Return a saved configuration in which keys of `data` that its version did not have get what
+    that version did (`former` of `option`), so that a run goes on as it began.
+    """
+    data = config.get("data") if isinstance(config, dict) else None
+    if not isinstance(data, dict):
+        return config
+    former = {
+        item.name: item.metadata["former"]
+        for item in fields(DataConfig)
+        if item.metadata["former"] is not None
+    }
+    sources = data.get("sources")
+    if isinstance(sources, dict):
+        sources = {
+            name: {**former, **each} if isinstance(each, dict) else each
+            for name, each in sources.items()
+        }
+        data = {**data, "sources": sources}
+    return {**config, "data": {**former, **data}}
 
 
 def _unusable_error(path: Path, what: str) -> TrainctlError:

@@ -50,7 +50,13 @@ from trainctl.data.user_functions import in_words, load_user_function, make_impo
 from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.options.data import document_identity, spec_of
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
-from trainctl.readers.documents import BadText, Reader, is_one_document, split_documents
+from trainctl.readers.documents import (
+    BadText,
+    Reader,
+    held_out_choice,
+    is_one_document,
+    split_documents,
+)
 from trainctl.readers.files import TextFiles, digest_of, split_files
 from trainctl.readers.remote import File, Notify, version_of
 
@@ -166,8 +172,7 @@ class CorpusBuilder:
         parts.append(str(config.max_bytes))
         for split, its_files in (("train", files.train), ("held_out", files.held_out)):
             parts += [split, *map(version_of, its_files)]
-        fraction = str(config.held_out_fraction) if files.by_document else ""
-        return [*parts, config.on_bad_text.value, fraction]
+        return [*parts, config.on_bad_text.value, held_out_choice(config, files)]
 
     @property
     def _all_files(self) -> list[File]:
@@ -212,7 +217,6 @@ class CorpusBuilder:
             try:
                 kept = self._kept_documents() if self.run_data.has_quality_rules else None
                 keep = kept.keep[self.name] if kept is not None else None
-                fraction = self.config.held_out_fraction
                 targets = TargetLayout.joined(
                     [store.part(task).targets for task in tasks],
                     getattr(self.config, "classes", ()),
@@ -220,7 +224,7 @@ class CorpusBuilder:
                 return write_corpus(
                     self.folder,
                     self.tokenizer,
-                    store_chunks(store, tasks, self.files, fraction, keep, targets),
+                    store_chunks(store, tasks, self.files, self.config, keep, targets),
                     lambda: bad_text(store, tasks, self.files),
                     self._all_files,
                     {DROPPED: kept.dropped[self.name]} if kept is not None else None,

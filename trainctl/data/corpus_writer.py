@@ -16,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.config.schema import DataConfig
 from trainctl.data.cache_files import convert_write_errors
 from trainctl.data.corpus_record import (
     BLOCK_BYTES,
@@ -31,7 +32,7 @@ from trainctl.data.targets import NO_TARGETS, TARGET, TargetLayout
 from trainctl.data.tasks import PreparationProgress, Progress, Task, ignore_progress
 from trainctl.data.token_arrays import Span, digest_of_spans, marked_vocab_size, without_marks
 from trainctl.data.tokenizer import Encoder, Tokenizer, dtype_for, encode_documents
-from trainctl.readers.documents import EXAMPLES, BadText, held_out_threshold
+from trainctl.readers.documents import EXAMPLES, BadText, held_out_places, held_out_threshold
 from trainctl.readers.files import TextFiles
 from trainctl.readers.remote import File
 from trainctl.runs.files import sync_directory, write_json
@@ -297,7 +298,7 @@ def store_chunks(
     store: TokenStore,
     tasks: Sequence[Task],
     files: TextFiles,
-    fraction: float,
+    config: DataConfig,
     keep: Mapping[str, npt.NDArray[np.bool_]] | None = None,
     targets: TargetLayout = NO_TARGETS,
 ) -> Iterator[Chunk]:
@@ -305,13 +306,13 @@ def store_chunks(
 
     Args:
         files: Which file is in which split, or that documents are split.
-        fraction: Held-out fraction if documents are divided.
+        config: The source's section, with the choice of held-out documents.
         keep: Mask of documents to keep, [documents], by task key; None keeps all.
         targets: Layout of the targets of all tasks together.
     """
     numbers = {file: n for n, file in enumerate(files_in_order(files.train, files.held_out))}
     before: dict[File, int] = {}
-    splits = held_out_masks(store, tasks, files, fraction)
+    splits = held_out_masks(store, tasks, files, config)
     for task, held_out in zip(tasks, splits, strict=True):
         part = store.part(task)
         origin = part.origin()
@@ -338,18 +339,18 @@ def store_chunks(
 
 
 def held_out_masks(
-    store: TokenStore, tasks: Sequence[Task], files: TextFiles, fraction: float
+    store: TokenStore, tasks: Sequence[Task], files: TextFiles, config: DataConfig
 ) -> Iterator[npt.NDArray[np.bool_]]:
     """Yield the mask of held-out documents of each task, [documents].
 
     Arguments are as in `store_chunks`.
     """
     held_out_files = set(files.held_out)
-    limit = _held_out_limit(store, tasks, fraction) if files.by_document else None
+    limit = _held_out_limit(store, tasks, config) if files.by_document else None
     for task in tasks:
         part = store.part(task)
         if limit is not None:
-            yield _hash_numbers(part) <= np.uint64(limit)
+            yield _places(part, config) <= np.uint64(limit)
         else:
             of_piece = np.array([piece.file in held_out_files for piece in task.pieces])
             yield of_piece[part.origin()["piece"]]
@@ -388,13 +389,15 @@ def _select_documents(
     return ids[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen])
 
 
-def _hash_numbers(part: StorePart) -> npt.NDArray[np.uint64]:
-    """Return the first 8 bytes of documents' hashes as numbers, as in `readers.documents`."""
+def _places(part: StorePart, config: DataConfig) -> npt.NDArray[np.uint64]:
+    """Return the places of documents, by the first 8 bytes of their hashes."""
     first = np.ascontiguousarray(part.hashes()[:, :8])
-    return first.view(">u8").reshape(-1).astype(np.uint64)
+    return held_out_places(first.view(">u8").reshape(-1).astype(np.uint64), config.held_out_seed)
 
 
-def _held_out_limit(store: TokenStore, tasks: Sequence[Task], fraction: float) -> int:
-    places = (_hash_numbers(store.part(task)) for task in tasks)
+def _held_out_limit(store: TokenStore, tasks: Sequence[Task], config: DataConfig) -> int:
+    places = (_places(store.part(task), config) for task in tasks)
     extremes = [int(end) for each in places if len(each) for end in (each.min(), each.max())]
-    return max(0, held_out_threshold(extremes, fraction))  # below 0 if there are no documents
+    return max(
+        0, held_out_threshold(extremes, config.held_out_fraction)
+    )  # below 0 if there are no documents

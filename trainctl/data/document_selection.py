@@ -32,7 +32,7 @@ from trainctl.data.store import TokenStore, read_documents
 from trainctl.data.tasks import PreparationMeter, Progress, Task, ignore_progress
 from trainctl.errors import TrainctlError
 from trainctl.options.data import document_identity, read_section
-from trainctl.readers.documents import Reader
+from trainctl.readers.documents import Reader, held_out_choice
 from trainctl.readers.files import TextFiles, digest_of, split_files
 from trainctl.readers.quality import (
     HELD_OUT,
@@ -86,7 +86,7 @@ def selection_digest(
     every = {
         name: [
             *_text_settings(section),
-            section.held_out_fraction if files.by_document else None,
+            held_out_choice(section, files),
             section.filters,
             filter_digests(section),
             [version_of(file) for file in files.train],
@@ -153,9 +153,7 @@ def select_training_documents(
     task_of: dict[tuple[str, str], tuple[TokenizedSource, Task]] = {}
     protected: dict[tuple[str, str], Bool] = {}
     for source in sources:
-        masks = held_out_masks(
-            source.store, source.tasks, source.files, source.config.held_out_fraction
-        )
+        masks = held_out_masks(source.store, source.tasks, source.files, source.config)
         for order, (task, mask) in enumerate(zip(source.tasks, masks, strict=True)):
             part = _part_to_measure(source, task, order, task_of)
             parts.append(part)

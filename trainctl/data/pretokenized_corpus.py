@@ -72,8 +72,8 @@ def open_token_files(
 def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) -> Iterator[Chunk]:
     """Yield the two splits of a corpus, each in the order of its files.
 
-    In a single file the last documents are held out, and in a single document its end, because
-    spans in place are contiguous.
+    Of each file the last documents are held out, or of its only document the end, because spans
+    in place are contiguous; unless whole files are held out.
 
     Raises:
         TrainctlError: With all problems of the files.
@@ -91,7 +91,8 @@ def chunks_in_place(config: DataConfig, tokenizer: Tokenizer, files: TextFiles) 
             for split, part in zip(
                 ("train", "held_out"), _split_file(ends, config.held_out_fraction), strict=True
             ):
-                yield _token_chunk(split, tokenized, part, number, tokenizer.vocab_size)
+                if part.end > part.first:
+                    yield _token_chunk(split, tokenized, part, number, tokenizer.vocab_size)
         else:
             whole = _DocumentRange(0, len(tokenized.ids), ends, 1)
             split = "held_out" if file in held_out else "train"
@@ -108,7 +109,7 @@ def _document_ends(tokenized: Tokenized, end_of_document: int | None) -> Ends:
 
 
 def _split_file(ends: Ends, fraction: float) -> tuple[_DocumentRange, _DocumentRange]:
-    """Divide a single file into training documents and held-out documents, its last ones."""
+    """Divide a file into training documents and held-out documents, its last ones."""
     total = int(ends[-1])
     kept = round(total * (1 - fraction))
     if len(ends) == 1:

@@ -139,28 +139,36 @@ def _find_overlaps(data: DataConfig) -> Iterator[Finding]:
     """
     if data.dedup is not Dedup.none or HELD_OUT in data.decontaminate:
         return
-    sides = {}
-    for name, section in data.sources.items():
-        if not load_spec("data", section.kind).is_prepared:
-            files = split_files(cast(DataConfig, section))
-            sides[name] = TextFiles([], []) if files.by_document else files
-    for name, files in sides.items():
-        for other, others in sides.items():
-            both = (
-                sorted({*files.train} & {*others.held_out}, key=file_sort_key)
-                if name != other
-                else []
-            )
-            if both:
+    sides = {
+        name: (cast(DataConfig, section), split_files(cast(DataConfig, section)))
+        for name, section in data.sources.items()
+        if not load_spec("data", section.kind).is_prepared
+    }
+    for name, (section, files) in sides.items():
+        for other, (held_out_by, others) in sides.items():
+            held_out = {*others.held_out}
+            if others.by_document and not _holds_out_as_much(section, files, held_out_by):
+                held_out |= {*others.train}
+            both = sorted({*files.train} & held_out, key=file_sort_key)
+            if both and name != other:
                 more = f" and {len(both) - 1:,} more" if len(both) > 1 else ""
                 yield Finding(
                     rule=OVERLAP,
                     key=f"data.sources.{name}.held_out_fraction",
-                    message=f"data.sources.{name} trains on {both[0]}{more}, which "
-                    f"data.sources.{other} holds out",
+                    message=f"data.sources.{name} trains on {both[0]}{more}, "
+                    + ("of which" if others.by_document else "which")
+                    + f" data.sources.{other} holds out"
+                    + (" other documents" if others.by_document else ""),
                     hint="data.decontaminate=[held_out] leaves them out; or the same share of the "
                     "same files in both",
                 )
+
+
+def _holds_out_as_much(section: DataConfig, files: TextFiles, other: DataConfig) -> bool:
+    """Return True if a source holds out each document of its files that `other` holds out."""
+    has_same_seed = section.held_out_seed == other.held_out_seed
+    is_as_large = section.held_out_fraction >= other.held_out_fraction
+    return files.by_document and has_same_seed and is_as_large
 
 
 def with_source_keys(name: str, section: Any, text: str) -> str:
@@ -250,7 +258,7 @@ def _check_split_sizes(
     length = config.training.sequence_length
     train, held_out = _max_tokens(files.train, data), _max_tokens(files.held_out, data)
     if files.by_document:
-        held_out = round(train * data.held_out_fraction)
+        held_out = max(round(train * data.held_out_fraction), _smallest_document(data, files))
     if train <= length:
         what = "every file is held out" if not files.train else f"{train:,} bytes to train on"
         yield Finding(
@@ -274,17 +282,27 @@ def _check_split_sizes(
             hint="hold out more, or set training.evaluation_samples=0",
             severity=Severity.warning,
         )
-    share = held_out / (held_out + train)
-    if not data.held_out_paths and not files.by_document and share > 2 * data.held_out_fraction:
+    share = held_out / (train if files.by_document else held_out + train)
+    if not data.held_out_paths and share > 2 * data.held_out_fraction:
         every = len(files.train) + len(files.held_out)
         yield Finding(
             rule=SIDES,
             key=key,
-            message=f"{len(files.held_out):,} of {every:,} files held out are {share:.0%} of the "
-            f"text, where {data.held_out_fraction:.0%} was asked for",
+            message=f"{len(files.held_out) or 1:,} of {every:,} files held out are {share:.0%} of "
+            f"the text, where {data.held_out_fraction:.0%} was asked for",
             hint="name a smaller file in data.held_out_paths, or divide the text into more files",
             severity=Severity.warning,
         )
+
+
+def _smallest_document(data: DataConfig, files: TextFiles) -> int:
+    """Return the bytes of the smallest of several files that are one document each, else 0: at
+    least one document is held out.
+    """
+    has_lines = any(uncompressed_name(file).endswith(".jsonl") for file in files.train)
+    if has_lines or len(files.train) < 2 or load_spec("data", data.kind).places is None:
+        return 0
+    return min(file.stat().st_size for file in files.train)
 
 
 def _max_tokens(files: list[File], data: DataConfig) -> int:

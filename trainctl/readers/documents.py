@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
+from typing import Any, TypeVar
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, OnBadText
@@ -41,6 +42,7 @@ _POLICY_HINT = (
     "correct it, or set data.on_bad_text=replace (U+FFFD in its place) or skip (leaves the "
     "document out)"
 )
+_64_BITS = (1 << 64) - 1
 _LINE_HINT = "correct the line, or set data.on_bad_text=skip, which leaves such lines out"
 
 
@@ -147,7 +149,7 @@ def split_documents(
 ) -> Iterator[tuple[str, Document]]:
     """Yield each document with its split, `held_out` or `train`; each split in file order.
 
-    `data.max_bytes` limits each split; of a single file it limits both together.
+    `data.max_bytes` limits each split; if documents are held out, it limits both together.
     """
     if not files.by_document:
         for name, its_files in (("held_out", files.held_out), ("train", files.train)):
@@ -162,15 +164,18 @@ def split_documents(
         (only,) = documents(reader)
         yield from _split_single_document(only, config.held_out_fraction)
         return
-    places = (_text_hash(document) for document in documents(Reader(config)))
-    limit = held_out_threshold(places, config.held_out_fraction)
+
+    def place(document: Document) -> int:
+        return held_out_places(_text_hash(document), config.held_out_seed)
+
+    limit = held_out_threshold(map(place, documents(Reader(config))), config.held_out_fraction)
     for document in documents(reader):
-        yield "held_out" if _text_hash(document) <= limit else "train", document
+        yield "held_out" if place(document) <= limit else "train", document
 
 
 def is_one_document(config: DataConfig, files: TextFiles) -> bool:
-    """Whether the corpus is a single file with a single document, so that its end is held out."""
-    if not files.by_document:
+    """Whether a single document is read, so that its end is held out."""
+    if not files.by_document or (len(files.train) > 1 and config.max_bytes is None):
         return False
     documents = _limit_bytes(Reader(config).documents(files.train), config.max_bytes)
     return len(list(islice(documents, 2))) == 1
@@ -179,13 +184,38 @@ def is_one_document(config: DataConfig, files: TextFiles) -> bool:
 def held_out_threshold(places: Iterable[int], fraction: float) -> int:
     """Return the highest place of a held-out document; each split gets at least one document.
 
-    A document's place is a function of its text. Adding documents therefore moves no other, and
-    equal texts are in the same split. The lowest and the highest place bound the limit.
+    A document's place is a function of its text (`held_out_places`). Adding documents therefore
+    moves no other, and equal texts are in the same split. The lowest and the highest place bound
+    the limit.
     """
     lowest, highest = 1 << 64, -1
     for place in places:
         lowest, highest = min(lowest, place), max(highest, place)
     return min(max(int(fraction * 2**64), lowest), highest - 1)
+
+
+HashOrHashes = TypeVar("HashOrHashes", bound=Any)
+
+
+def held_out_places(hashes: HashOrHashes, seed: int) -> HashOrHashes:
+    """Return the places of documents by hashes of 64 bits: a number, or numpy's array of them.
+
+    They are the hashes, which each seed but 0 permutes by the finalizer of splitmix64.
+    """
+    if seed == 0:
+        return hashes
+    mixed = hashes ^ (seed * 0x9E3779B97F4A7C15 & _64_BITS)
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _64_BITS
+    return mixed ^ (mixed >> 31)
+
+
+def held_out_choice(config: DataConfig, files: TextFiles) -> str:
+    """Return what the choice of held-out documents depends on; empty if none are chosen."""
+    if not files.by_document:
+        return ""
+    seed = f" {config.held_out_seed}" if config.held_out_seed else ""
+    return f"{config.held_out_fraction}{seed}"
 
 
 def _text_hash(document: Document) -> int:

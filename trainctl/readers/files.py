@@ -16,7 +16,7 @@ from typing import Any
 
 from trainctl.config.reading import special_file_type
 from trainctl.config.registry import load_spec
-from trainctl.config.schema import DataConfig, DataFromPaths
+from trainctl.config.schema import DataConfig, DataFromPaths, HeldOutBy
 from trainctl.config.secrets import redact_text
 from trainctl.errors import TrainctlError
 from trainctl.readers.remote import File, RemoteFile, is_url, list_url
@@ -52,7 +52,7 @@ class TextFiles:
     train: list[File]
     held_out: list[File]
     by_document: bool = False
-    """Whether documents of the only file in `train` are held out: there is no other file."""
+    """Whether documents of the files in `train` are held out, and no file as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,8 @@ def _is_hidden(file: File, folder: PurePath) -> bool:
 def split_files(config: DataConfig) -> TextFiles:
     """Return the files to train on and the held-out files.
 
-    Files are held out by a hash of their names, so that adding a file changes the split little.
+    With `data.held_out_by=file`, several files are held out by a hash of their names, so that
+    adding a file changes the split little.
 
     Raises:
         TrainctlError: A path or glob without a file.
@@ -155,7 +156,7 @@ def split_files(config: DataConfig) -> TextFiles:
         files = [*spec.files(config)]
     if config.held_out_fraction == 0:
         return TextFiles(files, [])
-    if len(files) == 1:
+    if len(files) == 1 or config.held_out_by is HeldOutBy.record:
         return TextFiles(files, [], by_document=True)
     root = os.path.commonpath([_rooted_path(file).parent for file in files])
     by_hash = sorted(files, key=lambda file: digest_of(str(_rooted_path(file).relative_to(root))))

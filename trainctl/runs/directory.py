@@ -16,7 +16,7 @@ from typing import Any
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_json
 from trainctl.config.schema import RunConfig
-from trainctl.config.store import dump_config
+from trainctl.config.store import dump_config, with_former_values
 from trainctl.errors import RunStateError, TrainctlError
 from trainctl.plans.types import RunPlan
 from trainctl.runs import provenance
@@ -230,7 +230,8 @@ def read_plan(path: Path) -> RunPlan:
         TrainctlError: It is missing or damaged (exit code 5).
     """
     try:
-        return from_plain(RunPlan, read_json(path))
+        plan = read_json(path)
+        return from_plain(RunPlan, {**plan, "config": with_former_values(plan.get("config"))})
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, error) from None
 

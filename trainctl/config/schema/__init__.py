@@ -54,6 +54,7 @@ from trainctl.config.schema.run import (
     DataFromPaths,
     DataFromRecords,
     Dedup,
+    HeldOutBy,
     LoggingConfig,
     OnBadText,
     OnTooLong,

@@ -28,6 +28,7 @@ def option(
     whole: bool = False,
     local: bool = False,
     left_out_if_empty: bool = False,
+    former: Any = None,
 ) -> Any:
     """Return a config field with its meaning, unit and range.
 
@@ -46,6 +47,8 @@ def option(
         whole: Whether the key applies to the whole run, so that a named section does not have it.
         local: Whether the value is a path in local file systems, so that a URL is refused.
         left_out_if_empty: Whether files of a configuration do not have the key while it is empty.
+        former: Plain value that a key of `data` has in runs of versions before the key; None if
+            they did as the default does.
     """
     metadata = {
         "doc": doc,
@@ -60,6 +63,7 @@ def option(
         "whole": whole,
         "local": local,
         "left_out_if_empty": left_out_if_empty,
+        "former": former,
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

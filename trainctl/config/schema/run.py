@@ -27,6 +27,13 @@ class Packing(Enum):
     best_fit = "best_fit"
 
 
+class HeldOutBy(Enum):
+    """Unit of text that is held out as a whole."""
+
+    record = "record"
+    file = "file"
+
+
 class OnTooLong(Enum):
     """Policy for a conversation that is longer than a sample."""
 
@@ -56,6 +63,10 @@ DEDUP_THRESHOLDS = {Dedup.minhash: 0.8, Dedup.substring: 0.5}
 """Default similarity from which a document is dropped."""
 
 
+def _divides_files(data: Any) -> bool:
+    return data.held_out_fraction > 0 and not getattr(data, "held_out_paths", ())
+
+
 @dataclass
 class DataConfig:
     """Corpus: source of its text, held-out part, and order."""
@@ -65,10 +76,24 @@ class DataConfig:
     kind: str = option("stdlib", "Format or origin of the training text.", units="data")
     held_out_fraction: float = option(
         0.05,
-        "Fraction of the files held out for evaluation; of the documents if there is a single "
-        "file, of the text's end if there is a single document.",
+        "Fraction of the documents held out for evaluation; of the text's end if there is a "
+        "single document.",
         minimum=0,
         maximum=0.5,
+    )
+    held_out_by: HeldOutBy = option(
+        HeldOutBy.record,
+        "Choice of the held-out part: record (documents of all files, by their text) or file "
+        "(whole files, by their names). Of token ids, record is the last documents of each file.",
+        needs=(_divides_files, "data.held_out_fraction above 0, and no data.held_out_paths"),
+        former="file",
+    )
+    held_out_seed: int = option(
+        0,
+        "Seed of the choice of held-out documents. The same seed holds out the same documents, "
+        "however files and ranks divide them, and whatever training.seed is.",
+        minimum=0,
+        needs=(_divides_files, "data.held_out_fraction above 0, and no data.held_out_paths"),
     )
     on_bad_text: OnBadText = option(
         OnBadText.error,
@@ -77,7 +102,8 @@ class DataConfig:
     )
     max_bytes: int | None = option(
         None,
-        "Maximum amount of text to read, in file order; none reads all.",
+        "Maximum amount of text to read, in file order; none reads all. Named held-out files "
+        "have a limit of their own.",
         unit="bytes",
         minimum=1,
     )
