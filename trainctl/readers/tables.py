@@ -108,12 +108,45 @@ def _as_bytes(column: Any) -> Any:
 def row_records(batch: Any) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of a record batch in lists of at most `ROWS`, with all columns.
 
+    All structs of a column have the same fields, so a field that an object does not have is null:
+    fields of structs that are null are left out. Maps are objects too.
+
     Raises:
         pyarrow.ArrowInvalid: Its buffers are inconsistent, or a text is invalid UTF-8.
     """
     batch.validate(full=True)
+    nested = {field.name: read for field in batch.schema if (read := _object_reader(field.type))}
     for start in range(0, batch.num_rows, ROWS):
-        yield batch.slice(start, ROWS).to_pylist()
+        rows = batch.slice(start, ROWS).to_pylist()
+        for row in rows:
+            row |= {name: read(row[name]) for name, read in nested.items()}
+        yield rows
+
+
+def _object_reader(kind: Any) -> Callable[[Any], Any] | None:
+    """Return the function that makes plain objects of a column's values; None if they have none."""
+    types = import_pyarrow("types")
+    if isinstance(kind, import_pyarrow().BaseExtensionType):
+        return _object_reader(kind.storage_type)
+    if types.is_struct(kind):
+        inner = {field.name: _object_reader(field.type) for field in kind}
+        return lambda value: (
+            value
+            and {
+                name: read(each) if (read := inner[name]) else each
+                for name, each in value.items()
+                if each is not None
+            }
+        )
+    if types.is_map(kind):
+        read = _object_reader(kind.item_type) or (lambda value: value)
+        return lambda value: value if value is None else {key: read(each) for key, each in value}
+    are_lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    views = (types.is_list_view, types.is_large_list_view)
+    is_list = any(test(kind) for test in (*are_lists, *views))
+    if not is_list or (read := _object_reader(kind.value_type)) is None:
+        return None
+    return lambda value: value and [read(each) for each in value]
 
 
 @contextmanager
