@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "trainctl"
 # Rooms that share a set do not import each other, except where ALSO says so.
 ORDER = [
     {"errors"},
+    {"untrusted"},
     {"models"},
     {"config"},
     {"readers"},

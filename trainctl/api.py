@@ -836,6 +836,7 @@ def resume(
     config_dir: Place | None = None,
     script_arguments: list[str] | None = None,
     run_dir: Place | None = None,
+    trust_code: bool = False,
 ) -> Run:
     """Continue a run as a new attempt, from its newest complete checkpoint.
 
@@ -855,6 +856,7 @@ def resume(
         config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
         script_arguments: Arguments of the run's script, in place of the ones it had.
         run_dir: Directory to make from a mirror; None makes one in `runs/`.
+        trust_code: Run what a mirror's configuration names; see `fetch`.
 
     Raises:
         TrainctlError: It is no run, in use, or has no checkpoint; or the plan is refused. As
@@ -863,7 +865,7 @@ def resume(
     """
     from trainctl.launchers import start
 
-    began, run = time.time(), _opened_or_fetched(run, run_dir, step)
+    began, run = time.time(), _opened_or_fetched(run, run_dir, step, trust_code)
     configure = partial(_recomposed, overrides, _config_dir(config_dir), script_arguments)
     observer = progress if isinstance(progress, start.Observer) else start.Observer(progress)
     if prove_first:
@@ -1130,9 +1132,11 @@ def suspects(
     )
 
 
-def _opened_or_fetched(run: Run | Place, run_dir: Place | None, step: int | None) -> Run:
+def _opened_or_fetched(
+    run: Run | Place, run_dir: Place | None, step: int | None, trust_code: bool
+) -> Run:
     if isinstance(run, str) and _is_url(run):
-        return fetch(run, run_dir, step=step)
+        return fetch(run, run_dir, step=step, trust_code=trust_code)
     if run_dir is not None:
         raise TrainctlError(
             f"{run} is a run's directory, which stays where it is",
@@ -1146,6 +1150,7 @@ def fetch(
     run_dir: Place | None = None,
     *,
     step: int | None = None,
+    trust_code: bool = False,
     progress: WorkProgress | None = None,
 ) -> Run:
     """Make a run directory from a mirror (`checkpoint.mirror`), with one checkpoint, to resume it.
@@ -1153,35 +1158,61 @@ def fetch(
     Args:
         run_dir: The directory; None makes one in `runs/` with the name that the run had.
         step: Step of the checkpoint; None takes the newest.
+        trust_code: Accept a run whose configuration names functions or programs that later calls
+            run (`model.factory`, `script`, `launcher.environment`, ...).
+            `TRAINCTL_TRUST_CODE=1` in the environment does too.
         progress: Called with the name of a piece of work, the units done, and their total.
 
     Raises:
         TrainctlError: There is no such mirror or checkpoint, the directory exists, or what is there
-            is damaged (exit code 5); or the store cannot be read (exit code 4).
+            is damaged (exit code 5); the run names code that is not trusted (exit code 2); or the
+            store cannot be read (exit code 4).
     """
+    from trainctl.config.registry import environment_trusts_code
     from trainctl.mirror.fetch import fetch_run
 
-    made = fetch_run(url, run_dir=_folder(run_dir), step=step, progress=progress or _ignore)
+    made = fetch_run(
+        url,
+        run_dir=_folder(run_dir),
+        step=step,
+        trusts_code=trust_code or environment_trusts_code(),
+        progress=progress or _ignore,
+    )
     return Run(made.root)
 
 
 @contextmanager
 def opened_run(
-    run: Place, *, step: int | None = None, best: bool = False, progress: WorkProgress | None = None
+    run: Place,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    trust_code: bool = False,
+    weights: bool = True,
+    progress: WorkProgress | None = None,
 ) -> Iterator[Run]:
     """Give the run in a directory; of a mirror's URL, a copy with one checkpoint, which is removed.
 
     Args:
         step: Step of the checkpoint that is used; None takes the newest.
         best: Whether it is the one with the lowest held-out loss.
+        trust_code: As of `fetch`.
+        weights: Whether the copy needs the tensors. Without them a resume can be planned from it.
         progress: Called with the name of a piece of work, the units done, and their total.
     """
     if not _is_url(str(run)):
         yield Run(run)
         return
-    from trainctl.mirror.fetch import fetched_checkpoint
+    from trainctl.config.registry import environment_trusts_code
+    from trainctl.mirror.fetch import fetched_checkpoint, fetched_plan
 
-    with fetched_checkpoint(str(run), step=step, best=best, progress=progress or _ignore) as copy:
+    trusts_code = trust_code or environment_trusts_code()
+    fetched = (
+        partial(fetched_checkpoint, best=best, progress=progress or _ignore)
+        if weights
+        else fetched_plan
+    )
+    with fetched(str(run), step=step, trusts_code=trusts_code) as copy:
         yield Run(copy.root)
 
 

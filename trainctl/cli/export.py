@@ -54,6 +54,7 @@ ShardSize = Annotated[
 
 
 def export(
+    context: typer.Context,
     run: NamedRunOrUrl,
     out: Out = None,
     step: Step = None,
@@ -86,7 +87,11 @@ def export(
     """
     if adapter and (merge or shard_size):
         raise TrainctlError(f"--adapter with {'--merge' if merge else '--shard-size'}: choose one")
-    with Meter() as meter, api.opened_run(run, step=step, best=best, progress=meter) as opened:
+    trusts = context.find_root().params["trust_code"]
+    with (
+        Meter() as meter,
+        api.opened_run(run, step=step, best=best, trust_code=trusts, progress=meter) as opened,
+    ):
         result = opened.checkpoint(step, best=best, warn=print_warning).export(
             out,
             to=to,

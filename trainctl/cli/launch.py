@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -47,7 +47,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
 from trainctl.config.user_code import ignored_trainer_settings
-from trainctl.errors import ExitCode, Finding
+from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launchers.interface import Outcome, has_scheduler, render_next
 from trainctl.launchers.planning import PlannedConfig, compose_config
 from trainctl.launchers.processes import Process
@@ -163,35 +163,59 @@ def resume(
     target, overrides = split_target(run)
     if not dry_run:
         tolerate_broken_pipe()
-    api.resume(
-        api.Run.newest() if target is None else _fetched(target, run_dir, step, as_json=as_json),
-        *overrides,
-        step=step,
-        attempt=attempt,
-        from_start=from_start,
-        prove_first=prove,
-        force=force,
-        wait=not detach,
-        progress=LaunchView(
-            as_json=as_json, verbose=verbose, force=force, dry_run=dry_run, run_dir=None
-        ),
-        config_dir=config_dir,
-        script_arguments=script_arguments(context),
-        run_dir=None if target is not None and is_url(target) else run_dir,
-    )
+    elif prove and target is not None and is_url(target):
+        raise TrainctlError(
+            "--prove needs the weights, and --dry-run of a URL fetches none",
+            hint="leave one of them out",
+        )
+    trusts = context.find_root().params["trust_code"]
+    with _fetched(target, run_dir, step, dry_run, as_json=as_json, trusts=trusts) as fetched:
+        api.resume(
+            fetched,
+            *overrides,
+            step=step,
+            attempt=attempt,
+            from_start=from_start,
+            prove_first=prove,
+            force=force,
+            wait=not detach,
+            progress=LaunchView(
+                as_json=as_json, verbose=verbose, force=force, dry_run=dry_run, run_dir=None
+            ),
+            config_dir=config_dir,
+            script_arguments=script_arguments(context),
+            run_dir=None if target is not None and is_url(target) else run_dir,
+        )
 
 
+@contextmanager
 def _fetched(
-    target: str, run_dir: Path | None, step: int | None, *, as_json: bool
-) -> api.Run | str:
-    """Return the run that is fetched from a URL, and say where it is; a path as it is."""
-    if not is_url(target):
-        return target
-    with Meter() as meter:
-        run = api.fetch(target, run_dir, step=step, progress=meter)
-    if not as_json:
-        print_data(f"fetched {target} to {run.path}")
-    return run
+    target: str | None,
+    run_dir: Path | None,
+    step: int | None,
+    dry_run: bool,
+    *,
+    as_json: bool,
+    trusts: bool,
+) -> Iterator[api.Run | str]:
+    """Give the run that is fetched from a URL, and say where it is; a path as it is.
+
+    A dry run gets a temporary copy without tensors.
+    """
+    if target is None:
+        yield api.Run.newest()
+    elif not is_url(target):
+        yield target
+    elif dry_run:
+        with api.opened_run(target, step=step, trust_code=trusts, weights=False) as copy:
+            print_message(f"{copy.path} is a copy without weights, which is removed")
+            yield copy
+    else:
+        with Meter() as meter:
+            run = api.fetch(target, run_dir, step=step, trust_code=trusts, progress=meter)
+        if not as_json:
+            print_data(f"fetched {target} to {run.path}")
+        yield run
 
 
 def program_name(config: RunConfig) -> str:

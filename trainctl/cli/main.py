@@ -63,8 +63,9 @@ def _accept_global_options(
         bool,
         typer.Option(
             "--trust-code",
-            help="Run the Python files of options/ in the folder that --config-dir names; "
-            "TRAINCTL_TRUST_CODE=1 in the environment does too.",
+            help="Run the Python files of options/ in the folder that --config-dir names, and "
+            "what the run of a fetched mirror names; TRAINCTL_TRUST_CODE=1 in the environment "
+            "does too.",
         ),
     ] = False,
 ) -> None:

@@ -169,7 +169,10 @@ def _read_value(hint: Any, value: Any, key: str) -> Any:
         except ValueError:
             raise ValueError(f"{key}: {value!r} is none of {[m.value for m in hint]}") from None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{key}: it has more digits than a number may have") from None
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ValueError(f"{key}: expected {hint.__name__}, got {value!r}")
     return value

@@ -17,6 +17,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainctl.config.codec import to_plain, value_at
+from trainctl.config.keys import leaves_under
 from trainctl.config.layers import Layer
 from trainctl.config.literal_secrets import literal_secrets
 from trainctl.config.registry import kind_of, load_spec, unit_groups, user_option_file
@@ -95,6 +97,16 @@ def function_keys(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key, reference in named.items():
         if reference:
             yield key, reference
+
+
+def code_settings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield key and value of each setting that makes trainctl run a function or a program."""
+    yield from function_keys(config)
+    plain = to_plain(config)
+    for key, leaf in leaves_under(plain).items():
+        value = value_at(plain, key) if leaf.metadata.get("runs_code") else None
+        if value and value != leaf.default:
+            yield key, " ".join(value) if isinstance(value, list | dict) else str(value)
 
 
 def check_user_code(config: RunConfig, folder: Path | None = None) -> list[Finding]:

@@ -10,10 +10,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainctl.errors import Finding, RunStateError, TrainctlError
+from trainctl.config.quantities import disk_text
+from trainctl.config.store import load_config
+from trainctl.config.user_code import code_settings
+from trainctl.errors import ExitCode, Finding, MachineError, RunStateError, TrainctlError
 from trainctl.mirror.index import (
     PARTS_AT_ONCE,
     Index,
@@ -27,14 +31,25 @@ from trainctl.mirror.store import Store
 from trainctl.readers.remote import Notify, print_notice
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoint_selection import Progress
-from trainctl.runs.directory import DEFAULT_ROOT, is_run
-from trainctl.runs.files import ensure_folder, folder_mode, make_folder, sync_directory
+from trainctl.runs.directory import DEFAULT_ROOT, is_run, read_plan, run_id
+from trainctl.runs.files import (
+    ensure_folder,
+    ensure_folders,
+    folder_mode,
+    make_folder,
+    sync_directory,
+)
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.manifest import read_manifest
+from trainctl.runs.manifest import MANIFEST, read_manifest
 from trainctl.runs.mirror_state import MirrorState, write_mirror_state
+from trainctl.untrusted import safe_name, safe_path
 
 FETCHING = ".fetching"
 """Ending of a run directory's name until it is whole; a repeated fetch continues in it."""
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 class Mirror:
@@ -58,6 +73,20 @@ class Mirror:
                 hint="the URL is that of checkpoint.mirror",
             )
         self.index: Index = index
+
+    def name(self) -> str:
+        """Return the name that the run directory had.
+
+        Raises:
+            TrainctlError: It is no name of a folder (exit code 5).
+        """
+        try:
+            return safe_name(self.index.name)
+        except ValueError as error:
+            raise RunStateError(
+                f"{self.url}: {error}, and the run's directory would have it",
+                hint="--run-dir names the directory to make",
+            ) from None
 
     def checkpoint(
         self, step: int | None = None, *, metric: str | None = None, for_resume: bool = True
@@ -110,23 +139,26 @@ class Mirror:
 
     def verify(self, checkpoint: ListedCheckpoint, progress: Progress) -> list[str]:
         """Read every byte of a checkpoint, and return what is wrong; empty if it is whole."""
-        problems, done = [], 0
+        done = 0
         try:
+            with _temporary_run() as run:
+                self._write_checkpoint(checkpoint, run, weights=False)
             for file in read_files(self._store, checkpoint.files):
-                whole = hashlib.sha256()
                 for block in self._blocks(file):
                     progress(f"verifying {checkpoint.name}", done, checkpoint.bytes)
-                    whole.update(block)
                     done += len(block)
-                if whole.hexdigest() != file.sha256:
-                    problems.append(f"{checkpoint.name}: {file.name} is damaged")
         except TrainctlError as error:
-            problems.append(f"{checkpoint.name}: {error.message}")
-        progress(f"verifying {checkpoint.name}", checkpoint.bytes, checkpoint.bytes)
-        return problems
+            return [f"{checkpoint.name}: {error.message.removeprefix(checkpoint.name + ': ')}"]
+        finally:
+            progress(f"verifying {checkpoint.name}", checkpoint.bytes, checkpoint.bytes)
+        return []
 
     def verify_all(self, step: int | None, progress: Progress) -> list[dict[str, Any]]:
-        """Verify all checkpoints, or those of a step; return step, path and problems of each.
+        """Verify all checkpoints, or those of a step, and the records that a resume needs.
+
+        Returns:
+            Step, path and problems of each checkpoint. What is wrong with the records is a problem
+            of every checkpoint.
 
         Raises:
             TrainctlError: None is listed (exit code 5).
@@ -135,8 +167,18 @@ class Mirror:
         if not chosen:
             self.checkpoint(step)  # says which there are
             raise RunStateError(f"{self.url} lists no checkpoint")
+        shared: list[str] = []
+        try:
+            with _temporary_run() as run:
+                self._write_records(run)
+        except TrainctlError as error:
+            shared = [error.message]
         return [
-            {"step": each.step, "path": self._path(each), "problems": self.verify(each, progress)}
+            {
+                "step": each.step,
+                "path": self._path(each),
+                "problems": [*self.verify(each, progress), *shared],
+            }
             for each in chosen
         ]
 
@@ -145,14 +187,25 @@ class Mirror:
         return f"{self.url}/{checkpoint.name}"
 
     def fetch(
-        self, root: Path, checkpoints: Sequence[ListedCheckpoint], progress: Progress
+        self,
+        root: Path,
+        checkpoints: Sequence[ListedCheckpoint],
+        progress: Progress,
+        *,
+        trusts_code: bool,
+        weights: bool = True,
     ) -> RunPaths:
         """Make a run directory with the records and some checkpoints, whole or not at all.
 
+        Args:
+            trusts_code: Whether the user trusts the functions and programs that the run names.
+            weights: Whether to fetch tensors. Without them their files are holes of the right size:
+                enough to plan a resume.
+
         Raises:
-            TrainctlError: The directory is taken, a part is damaged (exit code 5), or the store
-                cannot be read (exit code 4).
-            OSError: The disk is full.
+            TrainctlError: The directory is taken, a part is damaged (exit code 5), the run names
+                code that is not trusted (exit code 2), or the store cannot be read or the disk has
+                no room (exit code 4).
         """
         if root.exists():
             same = is_run(root)
@@ -165,25 +218,24 @@ class Mirror:
         made.root.parent.mkdir(parents=True, exist_ok=True)
         if not made.root.is_dir():
             make_folder(made.root, folder_mode())
-        wanted = {made.root: read_files(self._store, self.index.records)}
+        try:
+            wanted = {made.root: read_files(self._store, self.index.records)}
+            for each in checkpoints:
+                wanted[made.checkpoints / each.name] = read_files(self._store, each.files)
+            paths = {safe_path(folder, file.name) for folder in wanted for file in wanted[folder]}
+            _remove_all_but(made.root, paths)
+            total = sum(file.bytes for files in wanted.values() for file in files)
+            if weights:
+                _check_space(made.root, total)
+            self._write_records(made, progress)
+            if not trusts_code:
+                _refuse_code(made, self.url)
+        except TrainctlError as error:
+            if error.exit_code != ExitCode.environment:  # else a repeated fetch continues
+                shutil.rmtree(made.root)
+            raise
         for each in checkpoints:
-            wanted[made.checkpoints / each.name] = read_files(self._store, each.files)
-        _remove_all_but(
-            made.root, {folder / file.name for folder in wanted for file in wanted[folder]}
-        )
-        total = sum(file.bytes for files in wanted.values() for file in files)
-        done = 0
-        for folder, files in wanted.items():
-            for file in files:
-                progress("fetching", done, total)
-                self._write(file, folder)
-                done += file.bytes
-            sync_directory(folder)
-        for each in checkpoints:
-            try:
-                read_manifest(made.checkpoints / each.name, self.index.run)
-            except ValueError as error:
-                raise RunStateError(str(error)) from None
+            self._write_checkpoint(each, made, progress, weights=weights)
         for folder in (made.checkpoints, made.attempts):
             ensure_folder(folder)
         state = MirrorState(
@@ -198,29 +250,93 @@ class Mirror:
         progress("fetching", total, total)
         return RunPaths(root.resolve())
 
+    def _write_records(self, run: RunPaths, progress: Progress = _ignore) -> None:
+        """Write configuration, plans and records, and check that a resume can read them.
+
+        Raises:
+            TrainctlError: They are not those of the listed run, or damaged (exit code 5).
+        """
+        self._write_files(read_files(self._store, self.index.records), run.root, progress)
+        if not is_run(run.root):
+            raise RunStateError(f"{self.url} is no run: config.yaml or run.json is not listed")
+        if run_id(run) != self.index.run:
+            raise RunStateError(f"{self.url} lists run.json of another run")
+        load_config(run.config), config_of(run)
+        for number in sorted({each.attempt for each in self.index.checkpoints} - {0}):
+            read_plan(run.attempt(number).plan)
+
+    def _write_checkpoint(
+        self,
+        checkpoint: ListedCheckpoint,
+        run: RunPaths,
+        progress: Progress = _ignore,
+        *,
+        weights: bool,
+    ) -> None:
+        """Write a checkpoint, or its manifest and holes in place of the tensors; check its list.
+
+        Raises:
+            TrainctlError: Its files are not those of its manifest (exit code 5).
+        """
+        folder = safe_path(run.checkpoints, checkpoint.name)
+        files = read_files(self._store, checkpoint.files)
+        real = [file for file in files if weights or file.name == MANIFEST]
+        self._write_files(real, folder, progress)
+        for file in files:
+            if file not in real:
+                _write_hole(safe_path(folder, file.name), file.bytes)
+        try:
+            listed = {each["name"]: each["sha256"] for each in _manifest(folder, self.index.run)}
+        except ValueError as error:
+            raise RunStateError(str(error)) from None
+        for file in files:
+            if file.name != MANIFEST and listed.get(file.name) != file.sha256:
+                raise RunStateError(f"{checkpoint.name}: its manifest has no such {file.name}")
+
+    def _write_files(
+        self, files: Sequence[StoredFile], folder: Path, progress: Progress = _ignore
+    ) -> None:
+        done, total = 0, sum(file.bytes for file in files)
+        ensure_folders(folder)
+        for file in files:
+            progress("fetching", done, total)
+            self._write(file, folder)
+            done += file.bytes
+        sync_directory(folder)
+
     def _write(self, file: StoredFile, folder: Path) -> None:
         """Write a file unless an earlier fetch did.
 
         Raises:
             TrainctlError: Its parts do not make it up (exit code 5).
         """
-        path = folder / file.name
+        path = safe_path(folder, file.name)
         if path.is_file() and path.stat().st_size == file.bytes and _sha256(path) == file.sha256:
             return
-        for parent in reversed(path.parents):
-            ensure_folder(parent)
-        whole = hashlib.sha256()
+        ensure_folders(path.parent)
         with path.open("wb") as stream:
             for block in self._blocks(file):
-                whole.update(block)
                 stream.write(block)
             stream.flush()
             os.fsync(stream.fileno())
-        if whole.hexdigest() != file.sha256:
-            raise RunStateError(f"{self.url}: {file.name} is damaged")
 
     def _blocks(self, file: StoredFile) -> Iterator[bytes]:
-        """Yield the parts of a file in order, each verified; the next ones are read meanwhile."""
+        """Yield the parts of a file in order, each verified; the next ones are read meanwhile.
+
+        Raises:
+            TrainctlError: They do not make it up (exit code 5).
+        """
+        whole, left = hashlib.sha256(), file.bytes
+        for block in self._parts(file):
+            whole.update(block)
+            left -= len(block)
+            if left < 0:
+                break
+            yield block
+        if left or whole.hexdigest() != file.sha256:
+            raise RunStateError(f"{self.url}: {file.name} is damaged")
+
+    def _parts(self, file: StoredFile) -> Iterator[bytes]:
         waiting: list[Future[bytes]] = []
         with ThreadPoolExecutor(PARTS_AT_ONCE) as threads:
             for key in file.part_keys:
@@ -229,6 +345,71 @@ class Mirror:
                     yield waiting.pop(0).result()
             for part in waiting:
                 yield part.result()
+
+
+def _manifest(folder: Path, run: str) -> list[dict[str, Any]]:
+    """Return the files in a checkpoint's manifest, checked; raises ValueError."""
+    files: list[dict[str, Any]] = read_manifest(folder, run)["files"]
+    return files
+
+
+def _write_hole(path: Path, size: int) -> None:
+    """Make a file of zeros, which takes no room.
+
+    Raises:
+        TrainctlError: No file can have that size (exit code 5).
+    """
+    try:
+        with path.open("wb") as stream:
+            stream.truncate(size)
+    except OSError as error:
+        raise RunStateError(f"{path.name} of {size:,} bytes: {error.strerror}") from None
+
+
+def _check_space(folder: Path, total: int) -> None:
+    """Refuse to fetch more than the disk has room for; an interrupted fetch may be there.
+
+    Raises:
+        TrainctlError: It has no room (exit code 4).
+    """
+    usage = shutil.disk_usage(folder)
+    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if usage.total and total - there > usage.free:
+        raise MachineError(
+            f"{folder} has room for {disk_text(usage.free)}, and {disk_text(total - there)} are to "
+            "be fetched",
+            hint="--run-dir names a directory on another disk",
+        )
+
+
+def _refuse_code(run: RunPaths, url: str) -> None:
+    """Refuse a run whose configurations name functions or programs.
+
+    Raises:
+        TrainctlError: One does (exit code 2).
+    """
+    plans = [read_plan(path).config for path in sorted(run.attempts.glob("*/plan.json"))]
+    found = dict(
+        each for config in (load_config(run.config), *plans) for each in code_settings(config)
+    )
+    findings = [
+        Finding(
+            rule="TC580",
+            key=key,
+            message=f"the run at {url} makes trainctl run what is not in the mirror: {value}",
+            hint="`trainctl --trust-code` runs it, if the run is yours or you have looked",
+        )
+        for key, value in found.items()
+    ]
+    if findings:
+        raise TrainctlError.from_findings(findings)
+
+
+@contextmanager
+def _temporary_run(name: str = "run") -> Iterator[RunPaths]:
+    """Give a run directory that is not made yet, in a temporary folder (TMPDIR)."""
+    with tempfile.TemporaryDirectory(prefix="trainctl-") as folder:
+        yield RunPaths(safe_path(Path(folder), name))
 
 
 def _remove_all_but(root: Path, wanted: set[Path]) -> None:
@@ -246,15 +427,12 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
 def fetch_run(
     url: str,
     *,
     run_dir: Path | None = None,
     step: int | None = None,
+    trusts_code: bool = False,
     notify: Notify = print_notice,
     progress: Progress = _ignore,
 ) -> RunPaths:
@@ -262,15 +440,36 @@ def fetch_run(
 
     Args:
         run_dir: The directory; None is one in `runs/` with the name that the run had.
+        trusts_code: As of `Mirror.fetch`.
 
     Raises:
         TrainctlError: There is no such mirror or checkpoint, or the directory is taken (exit code
-            5); or the store cannot be read (exit code 4).
+            5); the run names code that is not trusted (exit code 2); or the store cannot be read
+            (exit code 4).
     """
     mirror = Mirror(url, notify)
     checkpoint = mirror.checkpoint(step)
-    root = DEFAULT_ROOT / mirror.index.name if run_dir is None else run_dir
-    return mirror.fetch(root.absolute(), [checkpoint] if checkpoint else [], progress)
+    root = safe_path(DEFAULT_ROOT, mirror.name()) if run_dir is None else run_dir
+    chosen = [checkpoint] if checkpoint else []
+    return mirror.fetch(root.absolute(), chosen, progress, trusts_code=trusts_code)
+
+
+@contextmanager
+def fetched_plan(
+    url: str, *, step: int | None = None, trusts_code: bool = False
+) -> Iterator[RunPaths]:
+    """Give a run directory in a temporary folder from which a resume can be planned, not made.
+
+    It has the newest checkpoint or the one of a step, without its tensors.
+
+    Raises:
+        TrainctlError: As `fetch_run`.
+    """
+    mirror = Mirror(url)
+    checkpoint = mirror.checkpoint(step)
+    chosen = [checkpoint] if checkpoint else []
+    with _temporary_run(mirror.name()) as run:
+        yield mirror.fetch(run.root, chosen, _ignore, trusts_code=trusts_code, weights=False)
 
 
 @contextmanager
@@ -279,26 +478,27 @@ def fetched_checkpoint(
     *,
     step: int | None = None,
     best: bool = False,
+    trusts_code: bool = False,
     notify: Notify = print_notice,
     progress: Progress = _ignore,
 ) -> Iterator[RunPaths]:
     """Give a run directory in a temporary folder (TMPDIR) with one checkpoint, of any kind.
 
     Raises:
-        TrainctlError: There is no such mirror or checkpoint (exit code 5); or the store cannot be
-            read (exit code 4).
+        TrainctlError: There is no such mirror or checkpoint (exit code 5); the run names code that
+            is not trusted (exit code 2); or the store cannot be read (exit code 4).
     """
     mirror = Mirror(url, notify)
-    with tempfile.TemporaryDirectory(prefix="trainctl-") as folder:
-        root = Path(folder) / Path(mirror.index.name).name
+    fetch = partial(mirror.fetch, trusts_code=trusts_code)
+    with _temporary_run(mirror.name()) as run:
         metric = None
         if best:
-            metric = config_of(mirror.fetch(root, [], _ignore)).checkpoint.best_of or "loss"
-            shutil.rmtree(root)
+            metric = config_of(fetch(run.root, [], _ignore)).checkpoint.best_of or "loss"
+            shutil.rmtree(run.root)
         checkpoint = mirror.checkpoint(step, metric=metric, for_resume=False)
         if checkpoint is None:
             raise RunStateError(f"{url} lists no checkpoint")
-        yield mirror.fetch(root, [checkpoint], progress)
+        yield fetch(run.root, [checkpoint], progress)
 
 
 _OWNER_SECONDS = 5.0

@@ -17,13 +17,14 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainctl.config.codec import from_plain
 from trainctl.errors import RunStateError
 from trainctl.mirror.store import Store
-from trainctl.runs.manifest import NAME, digest
+from trainctl.runs.manifest import digest, is_name_of
+from trainctl.untrusted import is_count, is_finite, is_time, safe_path
 
 PART_BYTES = 32 << 20
 """Bytes of a part. Each part in flight is in memory twice, as sent and as read back."""
@@ -34,6 +35,7 @@ SCHEMA = 1
 _INDEX_FOLDER, _PART_FOLDER = "index", "parts"
 _PART = re.compile(r"parts/[0-9a-f]{16}/[0-9a-f]{64}")
 _DIGEST = "sha256"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +162,27 @@ def decode_index(content: bytes, where: str) -> Index | None:
         index = from_plain(Index, plain)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    are_named = all(NAME.fullmatch(each.name) for each in index.checkpoints)
-    keys = [index.records, *(each.files for each in index.checkpoints)]
-    return index if are_named and all(map(_PART.fullmatch, keys)) else None
+    names = {each.name for each in index.checkpoints}
+    is_sound = (
+        is_count(index.number)
+        and _PART.fullmatch(index.records)
+        and len(names) == len(index.checkpoints)
+        and all(map(_is_sound, index.checkpoints))
+    )
+    return index if is_sound else None
+
+
+def _is_sound(checkpoint: ListedCheckpoint) -> bool:
+    """Return True if the facts of a checkpoint are plausible, and agree with its name."""
+    each = checkpoint
+    return (
+        all(map(is_count, (each.step, each.bytes, each.attempt)))
+        and is_name_of(each.name, each.step, weights_only=each.weights_only)
+        and _PART.fullmatch(each.files) is not None
+        and is_time(each.stored)
+        and all(map(is_finite, each.metrics.values()))
+        and all(map(str.isprintable, (*each.metrics, each.kept_for)))
+    )
 
 
 def read_part(store: Store, key: str) -> bytes:
@@ -186,13 +206,27 @@ def read_files(store: Store, key: str) -> tuple[StoredFile, ...]:
     try:
         plain: Any = json.loads(read_part(store, key))
         files = from_plain(FileSet, plain).files
+        _check_files(files)
     except (ValueError, TypeError, RecursionError) as error:
         raise RunStateError(f"{store.url}/{key} is damaged: {error}") from None
-    for file in files:
-        path = PurePosixPath(file.name)
-        if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise RunStateError(f"{store.url}/{key} names a file outside the run: {file.name!r}")
     return files
+
+
+def _check_files(files: Iterable[StoredFile]) -> None:
+    """Raise ValueError unless all files can lie beside each other in one folder."""
+    paths: set[Path] = set()
+    folders: set[Path] = set()
+    for file in files:
+        path = safe_path(Path(), file.name)
+        if path in paths:
+            raise ValueError(f"it lists {file.name} twice")
+        paths.add(path)
+        folders.update(path.parents)
+        is_whole = is_count(file.bytes) and _SHA256.fullmatch(file.sha256)
+        if not is_whole or not all(map(_PART.fullmatch, file.part_keys)):
+            raise ValueError(f"it does not say what is in {file.name}")
+    for path in paths & folders:
+        raise ValueError(f"{path} is a file in it, and a folder too")
 
 
 def parts_of(files: Iterable[StoredFile]) -> set[str]:

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainctl.config.reading import MOST_BYTES, read_bytes
+from trainctl.errors import RunStateError
 from trainctl.readers.remote import (
     ATTEMPTS,
     Notify,
@@ -21,6 +23,9 @@ from trainctl.readers.remote import (
 from trainctl.runs.files import temporary_path, write_bytes
 
 _REMOVED_AT_ONCE = 8
+
+_NO_SUCH_RANGE, _CONDITION_FAILED = 416, 412
+"""Statuses of HTTP."""
 
 
 class Store:
@@ -44,15 +49,28 @@ class Store:
         self._root = root.rstrip("/")
         self._is_local = self.url.startswith("file://")
 
-    def read(self, key: str) -> bytes | None:
-        """Return the content of an object; None if there is none."""
+    def read(self, key: str, *, is_own: bool = False) -> bytes | None:
+        """Return the content of an object; None if there is none.
+
+        Args:
+            is_own: Whether this process wrote it, so that its size is known.
+
+        Raises:
+            TrainctlError: It is larger than any object of a mirror, or no ordinary file (exit code
+                5).
+        """
 
         def read() -> bytes | None:
             try:
-                data: bytes = self._file_system.cat_file(self._path(key))
+                if self._is_local:
+                    return read_bytes(Path(self._path(key)))
+                if is_own:
+                    return bytes(self._file_system.cat_file(self._path(key)))
+                return self._read_bounded(self._path(key))
             except FileNotFoundError:
                 return None
-            return data
+            except ValueError as error:
+                raise RunStateError(f"{self.url}/{key}: {error}") from None
 
         found: bytes | None = self._call(read, key, "read")
         return found
@@ -108,6 +126,22 @@ class Store:
             for _ in threads.map(lambda key: self._call(partial(remove, key), key, "write"), keys):
                 pass
 
+    def _read_bounded(self, path: str) -> bytes:
+        """Return the content of an object of a remote store; raises ValueError if it is larger."""
+        try:
+            data: bytes = self._file_system.cat_file(path, 0, MOST_BYTES + 1)
+        except Exception as error:
+            if _status(error) != _NO_SUCH_RANGE:
+                raise
+            # Of an empty object; some servers want a range that ends within the object.
+            is_larger = self._file_system.info(path)["size"] > MOST_BYTES
+            data = b"" if is_larger else self._file_system.cat_file(path)
+        else:
+            is_larger = len(data) > MOST_BYTES
+        if is_larger:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        return data
+
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
@@ -141,6 +175,11 @@ class Store:
 
 def _is_taken(error: OSError) -> bool:
     """Return True if a condition was not met. Not every S3 server says which, as s3fs needs it."""
+    return isinstance(error, FileExistsError) or _status(error) == _CONDITION_FAILED
+
+
+def _status(error: Exception) -> int | None:
+    """Return the status of HTTP that a file system's error stands for, if it says so."""
     response = getattr(error.__cause__, "response", None) or {}
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return isinstance(error, FileExistsError) or status == 412
+    status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status or getattr(error, "code", None)

@@ -373,7 +373,7 @@ class Uploader:
         return key
 
     def _is_stored(self, store: Store, key: str, sha256: str) -> bool:
-        content = store.read(key)
+        content = store.read(key, is_own=True)
         self._limit.wait(len(content or b""))
         return content is not None and hashlib.sha256(content).hexdigest() == sha256
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.errors import TrainctlError
+from trainctl.untrusted import safe_name
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -126,9 +127,11 @@ def weight_map(folder: Path) -> dict[str, str]:
         raise _unreadable_error(
             path, "is no index of weights: weight_map gives no file for each name"
         )
-    for file in files.values():
-        if Path(file).name != file:
-            raise _unreadable_error(path, f"names {file!r}, which is not in its own directory")
+    for file in set(files.values()):
+        try:
+            safe_name(file)
+        except ValueError as error:
+            raise _unreadable_error(path, f"is no index of weights: {error}") from None
     return files
 
 

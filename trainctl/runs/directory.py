@@ -32,12 +32,10 @@ from trainctl.runs.files import (
 )
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
+from trainctl.untrusted import is_time
 
 RUN_SCHEMA = 1
 """Version of `run.json`."""
-
-_LATEST = 1e11
-"""Largest plausible creation time, in Unix seconds: three thousand years from now."""
 
 DEFAULT_ROOT = Path("runs")
 """Default folder of runs, relative to the current folder."""
@@ -175,8 +173,7 @@ def read_record(run: RunPaths) -> dict[str, Any]:
         raise _damaged(run.record, error) from None
     if not isinstance(record, dict) or not record.get("id"):
         raise _damaged(run.record, "it has no id")
-    created = record.get("created")
-    if not isinstance(created, int | float) or not 0 <= created < _LATEST:
+    if not is_time(record.get("created")):
         raise _damaged(run.record, "it has no time of creation")
     return record
 

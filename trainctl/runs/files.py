@@ -155,6 +155,16 @@ def ensure_folder(path: Path) -> None:
         make_folder(path)
 
 
+def ensure_folders(path: Path) -> None:
+    """Make a folder and those that it lies in, each with its parent's mode, unless they exist.
+
+    Raises:
+        OSError: One cannot be made.
+    """
+    for folder in reversed((path, *path.parents)):
+        ensure_folder(folder)
+
+
 def file_mode(folder: Path) -> int:
     """Return the mode of a new file: the folder's read and write permissions."""
     return 0o600 | (stat.S_IMODE(folder.stat().st_mode) & 0o066)

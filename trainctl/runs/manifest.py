@@ -15,10 +15,12 @@ import re
 import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from trainctl.runs.files import write_json
+from trainctl.untrusted import is_count, is_finite, safe_name
 
 FORMAT = 2
 """Version of the manifest and of the files that it lists.
@@ -40,6 +42,18 @@ DIGEST = "sha256"
 NAME = re.compile(r"(step|weights)-(\d{8,})")
 """Name of a checkpoint's folder: `step-…` for the whole state, `weights-…` for the weights alone.
 """
+
+
+def is_name_of(name: str, step: int, *, weights_only: bool) -> bool:
+    """Return True if a folder of this name holds the checkpoint of a step and kind."""
+    found = NAME.fullmatch(name)
+    return (
+        found is not None
+        and len(name) <= 32
+        and int(found[2]) == step
+        and (found[1] == "weights") == weights_only
+    )
+
 
 Fragments = dict[str, list[dict[str, Any]]]
 
@@ -219,9 +233,6 @@ def _misplaced_range(
 Check = Callable[[Any], bool]
 """Returns True if a value is well-formed for a field."""
 
-_LARGEST = 2**63 - 1
-"""Largest whole number of a field: no step, size or offset is larger."""
-
 Block = tuple[int, int, int]
 """A shard (width, start, stop): columns [start, stop) of the flattened parameter viewed as rows of
 `width` elements.
@@ -256,16 +267,6 @@ def _require(name: str, value: Any, check: Check) -> None:
     if not check(value):
         shown = repr(value)
         raise ValueError(f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST
-
-
-def _is_number(value: Any) -> bool:
-    if type(value) is int:
-        return abs(value) <= _LARGEST
-    return type(value) is float and math.isfinite(value)
 
 
 def _is_text(value: Any) -> bool:
@@ -303,7 +304,7 @@ def _object_with(needed: Mapping[str, Check], **optional: Check) -> Check:
 
 def _empty_or_has(*names: str) -> Check:
     """Return a check for an empty mapping, or a mapping of numbers with at least these names."""
-    numbers = _mapping_of(_is_number)
+    numbers = _mapping_of(is_finite)
     return lambda value: value == {} or (numbers(value) and set(names) <= value.keys())
 
 
@@ -313,42 +314,44 @@ def _is_list_of_states(value: Any) -> bool:
 
 def _is_file_name(value: Any) -> bool:
     """Return True for a plain file name, which cannot lead out of its folder."""
-    return _is_text(value) and "/" not in value and value not in ("", ".", "..")
+    with suppress(ValueError):
+        return bool(safe_name(value))
+    return False
 
 
 def _is_shard(value: Any) -> bool:
-    return _tuple_of(*[_is_count] * 3)(value) and value[1] < value[2] <= value[0]
+    return _tuple_of(*[is_count] * 3)(value) and value[1] < value[2] <= value[0]
 
 
-_FILE = _object_with({"name": _is_file_name, "bytes": _is_count, "sha256": _is_text})
+_FILE = _object_with({"name": _is_file_name, "bytes": is_count, "sha256": _is_text})
 
 _FRAGMENT = _object_with(
     {
         **dict.fromkeys(("parameter", "file"), _is_text),
-        **dict.fromkeys(("start", "numel", "tensor", "offset"), _is_count),
+        **dict.fromkeys(("start", "numel", "tensor", "offset"), is_count),
     },
     shard=_is_shard,
-    sides=_mapping_of(_tuple_of(_is_count, _is_count, _is_text)),
+    sides=_mapping_of(_tuple_of(is_count, is_count, _is_text)),
 )
 
-_BUFFER = _object_with({"name": _is_text, "file": _is_text, "key": _is_text, "numel": _is_count})
+_BUFFER = _object_with({"name": _is_text, "file": _is_text, "key": _is_text, "numel": is_count})
 
-_MEAN = _tuple_of(_is_number, _is_number)
-_STABILITY = _object_with({}, loss=_MEAN, norm=_MEAN, in_a_row=_is_number, bad_step=_is_number)
+_MEAN = _tuple_of(is_finite, is_finite)
+_STABILITY = _object_with({}, loss=_MEAN, norm=_MEAN, in_a_row=is_finite, bad_step=is_finite)
 """State of spike detection: running means with counts, and counters."""
 
 _PATIENCE = _empty_or_has("best", "best_step", "evaluations_since")
 
-_LEARNING_RATE = _object_with({}, cut=_is_number, drops=_is_number, patience=_PATIENCE)
+_LEARNING_RATE = _object_with({}, cut=is_finite, drops=is_finite, patience=_PATIENCE)
 """Changes that evaluations and rewinds made to the learning-rate schedule."""
 
 _MODEL = _object_with({"configuration": lambda value: type(value) is dict, "sha256": _is_text})
 
 _FROZEN_BASES = {
-    "seed": _object_with({"seed": _is_count}, sha256=_is_text),
+    "seed": _object_with({"seed": is_count}, sha256=_is_text),
     "checkpoint": _object_with({"path": _is_text, "sha256": _is_text}),
     "directory": _object_with(
-        {"path": _is_text, "files": _mapping_of(_tuple_of(_is_count, _is_text))}
+        {"path": _is_text, "files": _mapping_of(_tuple_of(is_count, _is_text))}
     ),
 }
 """Origin of frozen weights, by its `kind`."""
@@ -362,15 +365,15 @@ def _is_frozen_base(value: Any) -> bool:
 
 
 _FIELDS: dict[str, Check] = {
-    "format": lambda value: _is_count(value) and value > 0,
-    "step": _is_count,
-    "samples": _is_count,
-    "tokens": _is_count,
-    "metrics": _mapping_of(_is_number),
+    "format": lambda value: is_count(value) and value > 0,
+    "step": is_count,
+    "samples": is_count,
+    "tokens": is_count,
+    "metrics": _mapping_of(is_finite),
     "corpus_digest": _is_text,
-    "shapes": _mapping_of(_list_of(_is_count)),
+    "shapes": _mapping_of(_list_of(is_count)),
     "states": _is_list_of_states,
-    "scalars": _mapping_of(_is_number),
+    "scalars": _mapping_of(is_finite),
     "files": _list_of(_FILE),
     "fragments": _list_of(_FRAGMENT),
 }
@@ -381,15 +384,15 @@ _SINCE_2: dict[str, Check] = {
 }
 _OPTIONAL: dict[str, Check] = {
     "trainctl": _is_text,
-    "attempt": _is_count,
+    "attempt": is_count,
     "kept_for": _is_text,
     "patience": _PATIENCE,
     "source_digests": _mapping_of(_is_text),
-    "layout": _mapping_of(_is_count),
+    "layout": _mapping_of(is_count),
     "loss_scale": _empty_or_has("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
     "stability": _STABILITY,
     "divergence": _empty_or_has("best", "start"),
-    "norms": _list_of(_is_number),
+    "norms": _list_of(is_finite),
     "ema": _empty_or_has("steps"),
     "learning_rate": _LEARNING_RATE,
     "buffers": _list_of(_BUFFER),

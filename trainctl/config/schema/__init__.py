@@ -106,6 +106,7 @@ class RunConfig:
         None,
         "Your own training script, started on every rank instead of trainctl's trainer.",
         local=True,
+        runs_code=True,
     )
     script_arguments: list[str] = option(
         [], "Command-line arguments of the script: everything after `--`."

@@ -41,6 +41,7 @@ class AlertsConfig:
         [],
         "Program and its arguments, started without a shell and given the alert as JSON on stdin.",
         example="[notify-send,trainctl]",
+        runs_code=True,
     )
     kinds: list[AlertKind] = option(
         list(AlertKind), "Events that send an alert.", example="[failure,no_progress,end]"

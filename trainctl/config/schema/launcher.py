@@ -48,6 +48,7 @@ class LauncherConfig:
         {},
         "Environment variables set for every rank; `${oc.env:NAME}` is resolved at the start, "
         "and its value is never written.",
+        runs_code=True,
     )
     plain_environment: list[str] = option(
         [],

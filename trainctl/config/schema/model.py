@@ -154,7 +154,7 @@ class ModelConfig:
         left_out_if_empty=True,
     )
     trust_remote_code: bool = option(
-        False, "Let transformers run the Python code found in model.path."
+        False, "Let transformers run the Python code found in model.path.", runs_code=True
     )
     factory: str | None = option(
         None,

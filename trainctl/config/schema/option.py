@@ -29,6 +29,7 @@ def option(
     local: bool = False,
     left_out_if_empty: bool = False,
     former: Any = None,
+    runs_code: bool = False,
 ) -> Any:
     """Return a config field with its meaning, unit and range.
 
@@ -49,6 +50,8 @@ def option(
         left_out_if_empty: Whether files of a configuration do not have the key while it is empty.
         former: Plain value that a key of `data` has in runs of versions before the key; None if
             they did as the default does.
+        runs_code: Whether the value is code or a program that trainctl starts, or names one: a run
+            that was fetched with another value than the default needs the user's trust.
     """
     metadata = {
         "doc": doc,
@@ -64,6 +67,7 @@ def option(
         "local": local,
         "left_out_if_empty": left_out_if_empty,
         "former": former,
+        "runs_code": runs_code,
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -30,6 +30,7 @@ from trainctl.migration.checkpoints.torch_states import (
 )
 from trainctl.migration.checkpoints.unpickle import TorchFile, damaged, unpickle
 from trainctl.migration.record import Record
+from trainctl.untrusted import safe_name, safe_path
 
 METADATA = ".metadata"
 
@@ -193,19 +194,20 @@ class DcpFolder:
 
     def _add(self, index: Record, info: Record, sizes: dict[str, int]) -> None:
         name, offset, length = (info.get(k) for k in ("relative_path", "offset", "length"))
-        if Path(name).name != name:
-            raise damaged(self.path / METADATA, f"it names {name!r}, which is not in its directory")
+        try:
+            file = safe_path(self.path, safe_name(name))
+        except ValueError as error:
+            raise damaged(self.path / METADATA, f"{error} in its directory") from None
         if info.get("transform_descriptors"):
             raise unusable(self.path, f"{name} is compressed or encrypted by an extension of DCP")
         if name not in sizes:
-            file = self.path / name
             sizes[name] = file.stat().st_size if file.is_file() else -1
         if sizes[name] < 0:
-            raise damaged(self.path / name, "it is missing")
+            raise damaged(file, "it is missing")
         if offset + length > sizes[name]:
-            raise damaged(self.path / name, f"it is truncated: it has {sizes[name]:,} bytes")
+            raise damaged(file, f"it is truncated: it has {sizes[name]:,} bytes")
         place = tuple(index.get("offset") or ())
-        self._stored[index.get("fqn"), place] = _Stored(self.path / name, offset, length)
+        self._stored[index.get("fqn"), place] = _Stored(file, offset, length)
 
     def _tensor(self, key: str, entry: Record) -> ChunkedTensor:
         shape, chunks = tuple(entry.get("size")), []

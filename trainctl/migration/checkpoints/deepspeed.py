@@ -33,7 +33,7 @@ from trainctl.migration.checkpoints.model_parallel import (
 )
 from trainctl.migration.checkpoints.names import order_by_shape
 from trainctl.migration.checkpoints.source import Source, SourceProgress
-from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, damaged
+from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, damaged, read_pointer
 from trainctl.migration.record import Record
 from trainctl.train.checkpoint.optimizer_state import MASTER
 
@@ -54,7 +54,7 @@ def _step_folder(directory: Path) -> Path:
     """Return the folder of a step: the directory itself, or the one that `latest` names."""
     pointer = directory / "latest"
     if pointer.is_file():
-        named = directory / pointer.read_text().strip()
+        named = directory / read_pointer(pointer)
         if named.is_dir():
             return named
         raise damaged(pointer, f"it names {named.name}, which is not there")

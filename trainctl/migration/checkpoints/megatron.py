@@ -22,7 +22,7 @@ from trainctl.errors import RunStateError
 from trainctl.migration.checkpoints.dcp import DcpFolder
 from trainctl.migration.checkpoints.source import Source, SourceProgress
 from trainctl.migration.checkpoints.torch_states import Readable
-from trainctl.migration.checkpoints.unpickle import TorchFile, damaged
+from trainctl.migration.checkpoints.unpickle import TorchFile, damaged, read_pointer
 from trainctl.migration.record import Record
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -410,7 +410,7 @@ def open_source(directory: Path) -> MegatronSource:
         TrainctlError: It is damaged (exit code 5), or in another format of Megatron.
     """
     if (directory / TRACKER).is_file():
-        name = (directory / TRACKER).read_text().strip()
+        name = read_pointer(directory / TRACKER)
         directory /= f"iter_{int(name):07d}" if name.isdigit() else name
         if not directory.is_dir():
             raise damaged(directory, f"{TRACKER} names it, and it is missing")

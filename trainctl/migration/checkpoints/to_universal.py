@@ -21,6 +21,7 @@ from trainctl.plans.trainable import is_partial
 from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.export.output import ExportedCheckpoint, new_folder
+from trainctl.untrusted import safe_path
 
 _STATES = {MASTER: WEIGHTS, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """DeepSpeed's names of the states; ZeRO 3 loads exactly these (runtime/zero/stage3.py)."""
@@ -58,7 +59,7 @@ def export(
     done = 0
     with new_folder(out, total) as folder:
         for name, shape in shapes.items():
-            target = folder / tag / "zero" / name
+            target = safe_path(folder / tag / "zero", name)
             target.mkdir(parents=True)
             for state, file in _STATES.items():
                 values = reader.read_state(name, state, 0, math.prod(shape))

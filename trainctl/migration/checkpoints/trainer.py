@@ -37,6 +37,7 @@ from trainctl.migration.configs.pickled import read_pickled
 from trainctl.models.hf_weights import StoredModel
 from trainctl.models.tensors import INDEX, ONE_FILE, has_weights, stored_tensors
 from trainctl.train.models.weights import SafetensorsWeights
+from trainctl.untrusted import safe_name
 
 STATE = "trainer_state.json"
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
@@ -170,7 +171,8 @@ class FilesSource(TorchSource):
         """
         names = [name for name in (FSDP_PICKLED, PICKLED) if (path / name).is_file()]
         if (path / PICKLED_INDEX).is_file():
-            names = sorted(set(_read_json(path / PICKLED_INDEX)["weight_map"].values()))
+            listed = set(_read_json(path / PICKLED_INDEX)["weight_map"].values())
+            names = sorted(map(safe_name, listed))
         if not names and (path / "adapter_config.json").is_file():
             raise unusable(path, "it is of an adapter (PEFT) alone, and not of a whole model")
         if not names:

@@ -16,7 +16,7 @@ import torch
 from trainctl.errors import TrainctlError
 from trainctl.migration.checkpoints.deepspeed import hyperparameters, step_of
 from trainctl.migration.checkpoints.source import Source, SourceProgress
-from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, damaged
+from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, damaged, read_pointer
 from trainctl.train.checkpoint.optimizer_state import MASTER
 
 WEIGHTS = "fp32"
@@ -33,7 +33,7 @@ def is_here(directory: Path) -> bool:
 
 def _step_folder(directory: Path) -> Path:
     pointer = directory / POINTER
-    return directory / pointer.read_text().strip() if pointer.is_file() else directory
+    return directory / read_pointer(pointer) if pointer.is_file() else directory
 
 
 def open_source(directory: Path) -> Source:

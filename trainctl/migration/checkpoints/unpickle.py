@@ -25,8 +25,13 @@ from typing import Any, BinaryIO
 
 import torch
 
+from trainctl.config.reading import read_bytes
 from trainctl.errors import RunStateError, TrainctlError
 from trainctl.migration.record import Record
+from trainctl.untrusted import safe_name
+
+MOST_POINTER_BYTES = 4096
+"""Largest file that names a folder."""
 
 PIECE_BYTES = 1 << 26
 """Bytes that are read at a time to complete a checksum."""
@@ -38,6 +43,19 @@ def damaged(path: Path, why: str) -> TrainctlError:
         f"{path}: {why}",
         hint="copy the checkpoint again, or take an older one",
     )
+
+
+def read_pointer(pointer: Path) -> str:
+    """Return the name of a folder that a file names (`latest`).
+
+    Raises:
+        TrainctlError: The file cannot be read, or holds no name of a folder beside it (exit code
+            5).
+    """
+    try:
+        return safe_name(read_bytes(pointer, most_bytes=MOST_POINTER_BYTES).decode().strip())
+    except (OSError, ValueError) as error:
+        raise damaged(pointer, f"it names no folder beside it ({error})") from None
 
 
 @dataclass(eq=False)

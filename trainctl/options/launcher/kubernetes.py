@@ -25,7 +25,9 @@ class KubernetesConfig(LauncherConfig):
         KubernetesApi.jobset, "Controller that the Kubernetes manifest is written for."
     )
     kubernetes_image: str | None = option(
-        None, "Container image with trainctl installed; required for launcher=kubernetes."
+        None,
+        "Container image with trainctl installed; required for launcher=kubernetes.",
+        runs_code=True,
     )
     kubernetes_namespace: str | None = option(
         None, "Kubernetes namespace; none is kubectl's current one."
@@ -40,7 +42,9 @@ class KubernetesConfig(LauncherConfig):
     )
     kubernetes_node_selector: dict[str, str] = option({}, "Node labels required by the pods.")
     kubernetes_service_account: str | None = option(None, "Service account of the pods.")
-    kubernetes_python: str = option("python", "Python interpreter inside the image.")
+    kubernetes_python: str = option(
+        "python", "Python interpreter inside the image.", runs_code=True
+    )
     kubernetes_secret: str | None = option(
         None, "Kubernetes Secret with the variables that `${oc.env:NAME}` refers to in a pod."
     )

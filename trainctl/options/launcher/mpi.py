@@ -21,7 +21,9 @@ class MpiFlavor(Enum):
 class MpiConfig(LauncherConfig):
     """Keys of MPI."""
 
-    mpi_program: str = option("mpirun", "Name or path of the MPI launcher.", local=True)
+    mpi_program: str = option(
+        "mpirun", "Name or path of the MPI launcher.", local=True, runs_code=True
+    )
     mpi_flavor: MpiFlavor = option(
         MpiFlavor.openmpi, "MPI implementation whose command-line options mpi_program accepts."
     )
@@ -30,7 +32,9 @@ class MpiConfig(LauncherConfig):
         "Hostfile, in the format of mpi_program; none leaves the hosts to a scheduler.",
         local=True,
     )
-    mpi_options: list[str] = option([], "Additional options of mpirun, one word per entry.")
+    mpi_options: list[str] = option(
+        [], "Additional options of mpirun, one word per entry.", runs_code=True
+    )
 
 
 SPEC = Launcher(

@@ -32,6 +32,7 @@ class RayConfig(ElasticConfig):
         "Python interpreter on every node, for Ray; none is the path of this process's "
         "interpreter.",
         local=True,
+        runs_code=True,
     )
     node_wait_seconds: float = option(
         600.0, "Maximum time to wait for the nodes before a start.", unit="seconds", minimum=0

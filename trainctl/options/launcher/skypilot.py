@@ -27,9 +27,11 @@ class SkypilotConfig(LauncherConfig):
         {}, "Further fields of the task's resources, such as `{cpus: 64+, image_id: docker:IMAGE}`."
     )
     skypilot_setup: list[str] = option(
-        [], "Shell commands that install trainctl on each new machine, one per entry."
+        [],
+        "Shell commands that install trainctl on each new machine, one per entry.",
+        runs_code=True,
     )
-    skypilot_python: str = option("python", "Python interpreter on the machines.")
+    skypilot_python: str = option("python", "Python interpreter on the machines.", runs_code=True)
     skypilot_folder: str = option(
         "trainctl-runs",
         "Folder of the run directory on the machines, absolute or in the home directory; on a "

@@ -38,10 +38,14 @@ class SlurmConfig(LauncherConfig):
         None, "Job dependency in Slurm's syntax, such as afterok:4711."
     )
     slurm_requeue: bool = option(True, "Requeue the job after a preemption or at the time limit.")
-    slurm_modules: list[str] = option([], "Environment modules to load before the run.")
-    slurm_options: list[str] = option([], "Additional options of sbatch, such as --exclude=node7.")
+    slurm_modules: list[str] = option(
+        [], "Environment modules to load before the run.", runs_code=True
+    )
+    slurm_options: list[str] = option(
+        [], "Additional options of sbatch, such as --exclude=node7.", runs_code=True
+    )
     slurm_container: str | None = option(
-        None, "Container image for agents and ranks, run by Slurm's pyxis plugin."
+        None, "Container image for agents and ranks, run by Slurm's pyxis plugin.", runs_code=True
     )
     slurm_container_mounts: list[str] = option(
         [],

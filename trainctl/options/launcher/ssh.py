@@ -34,11 +34,13 @@ class SshConfig(ElasticConfig):
         "Python interpreter on every host, for ssh; none is the path of this process's "
         "interpreter.",
         local=True,
+        runs_code=True,
     )
     ssh_config: str | None = option(
         None,
         "ssh configuration file (`ssh -F`) with ports, users and keys; none is the user's own.",
         local=True,
+        runs_code=True,
     )
     preflight_seconds: float = option(
         60.0,
