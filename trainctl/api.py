@@ -107,7 +107,8 @@ def plan(
         hardware: Machines, such as `8xh100-80g`; short for the override `hardware=...`.
         config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
         attempt: Attempt of the run; None takes the newest that got going.
-        files: Also check the files that the configuration names, as before a launch.
+        files: Refuse files that are missing here or wrong, as before a launch. Otherwise they only
+            bring warnings.
         exact: Trace the model for its budget, in a process of its own; takes some seconds.
         calibrated: Use measurements of this machine, if it is the hardware.
 
@@ -127,6 +128,8 @@ def plan(
     planned = planning.plan_config(composed, with_files=files, exact=exact, calibrated=calibrated)
     if planned.assessment.plan is None or planned.unforceable_errors:
         raise TrainctlError.from_findings(planned.findings)
+    if not files:
+        planned = planning.with_input_warnings(planned)
     again = {"config_dir": config_dir, "attempt": attempt, **settings}
     return Plan(planned, (*([target] if target else []), *rest), again)
 
@@ -529,8 +532,10 @@ class SearchResult(Sequence["RankedPlan"]):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Warnings of the configuration that was searched for."""
-        return self._composed.findings
+        """Warnings of the configuration that was searched for, and of its first plan."""
+        from trainctl.launchers.plan_search import search_findings
+
+        return tuple(search_findings(self._composed, self.details))
 
     @overload
     def __getitem__(self, index: int) -> RankedPlan: ...

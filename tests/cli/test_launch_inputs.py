@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from chat_files import asked, write_tokenizer
 
+import trainctl as tc
 from trainctl.cli.main import run
 from trainctl.errors import ExitCode
 
@@ -61,13 +62,69 @@ def test_fine_tuning_without_weights_is_refused(
     assert run(["launch", "--dry-run", f"recipe={recipe}"]) == ExitCode.bad_input
 
 
-@pytest.mark.parametrize("recipe", [*FROM_SCRATCH, *FINE_TUNING])
-def test_planning_needs_no_data_and_does_not_warn(
+@pytest.mark.parametrize("recipe", FINE_TUNING)
+def test_planning_needs_no_data_and_no_weights(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["estimate-memory", f"recipe={recipe}"]) == 0
+    assert "error" not in capsys.readouterr().err
+
+
+WARNED = [
+    ["7b-zero3"],
+    ["1b-zero1", "hardware=8xa100-80g", "training.tokens=10T"],
+    ["tiny", "training.steps=1000000"],
+    ["tiny", "data=files", "data.paths=[texts]", "data.held_out_fraction=0.3"],
+    ["tiny", "data=files", "data.paths=[texts/*.py]", "data.filters={gopher_quality: {}}"],
+    ["tiny", "script=train.py", "checkpoint.keep=2"],
+    ["125m", "hardware=1xt4-16g", "precision=fp16", "training.micro_batch_size=64"],
+]
+
+
+@pytest.mark.parametrize("words", WARNED, ids=" ".join)
+def test_every_planning_command_warns_where_validate_does(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("Some prose.\n" * 400_000)
+    (tmp_path / "texts" / "b.py").write_text("print()\n" * 4000)
+    (tmp_path / "train.py").touch()
+    run(["validate", "--json", *words])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    warnings = {each["rule"]: each for each in findings if each["severity"] == "warning"}
+    assert warnings
+    planned = {each.rule: each.to_json() for each in tc.plan(*words).findings}
+    assert {rule: planned.get(rule) for rule in warnings} == warnings
+    run(["estimate-memory", *words])
     error = capsys.readouterr().err
-    assert "warning" not in error and "error" not in error
+    assert all(each["message"] in error for each in warnings.values()), error
+
+
+def test_a_comparison_a_search_and_a_sweep_warn_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=7b-zero3", "hardware=8xh100-80g"]
+    run(["estimate-memory", *words, "zero_stage=2,3"])
+    compared = capsys.readouterr().err
+    run(["plan", *words])
+    searched = capsys.readouterr().err
+    words = ["recipe=tiny", "training.steps=1000000", "optimizer.lr=1e-3,1e-4"]
+    assert run(["sweep", *words, "--dry-run"]) == 0
+    swept = capsys.readouterr().err
+    assert compared.count("is no model of bytes") == searched.count("is no model of bytes") == 1
+    assert compared.count("12,294 passes over the corpus") == 1
+    assert searched.count("passes over the corpus") == 1
+    assert swept.count("passes over the corpus") == 1
+
+
+def test_a_plan_reads_no_url_and_downloads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainctl.readers.remote.file_system_of", pytest.fail)
+    monkeypatch.setattr("trainctl.tuning.input_files.fetch_weights", pytest.fail)
+    weights = Path("models--a--b/snapshots/0")
+    weights.mkdir(parents=True)
+    tc.plan(
+        "tiny", "data=files", "data.paths=[s3://bucket/text]", f"model.initial_weights={weights}"
+    )
+    source = "data.sources={a: {kind: files, paths: [s3://bucket/text], weight: 1}}"
+    tc.plan("tiny", source)
 
 
 def test_the_demonstration_is_what_it_is_meant_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from trainctl.cli.console import (
 )
 from trainctl.cli.plan_view import show_budget, show_suggestions
 from trainctl.config.overrides import split_target
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launchers.measure import measure
 from trainctl.launchers.planning import PlannedConfig, PlannedPoint, plan_points
 from trainctl.memory.traced import compare_with_closed_form
@@ -90,6 +90,7 @@ def estimate_memory(
     points = plan_points(target, rest, config_dir, exact=exact, calibrated=calibration)
     if len(points) > 1:
         _print_comparison(points, as_json)
+        show_findings(_warnings_of(points))
         # An illegal configuration is a row of the table; if all are, the input is bad.
         status = 0 if any(point.budget for point in points) else int(ExitCode.bad_input)
     else:
@@ -121,6 +122,16 @@ def _print_comparison(points: Sequence[PlannedPoint], as_json: bool) -> None:
         verdict = FITS[budget.fits]
         rows.append((point.name, f"{peak:,.2f}", budget.peak_phase, f"{host:,.2f}", verdict))
     print_table(("configuration", "peak, GiB", "at", "host, GiB", ""), rows, right=(1, 3))
+
+
+def _warnings_of(points: Sequence[PlannedPoint]) -> list[Finding]:
+    """Return the warnings of all configurations, without those on memory, which the table shows."""
+    found = [each for point in points if point.planned for each in point.planned.findings]
+    return [
+        each
+        for each in dict.fromkeys(found)
+        if not each.is_error and each.exit_code is not ExitCode.does_not_fit
+    ]
 
 
 def _print_budget(planned: PlannedConfig, as_json: bool) -> int:
@@ -173,6 +184,7 @@ def _measure_configuration(
     overrides: list[str], config_dir: Path | None, *, force: bool, as_json: bool
 ) -> None:
     found = measure(overrides, config_dir, force=force, say=print_message)
+    show_findings(found.findings)
     if as_json:
         print_json({"schema": 1, "phases": found.rows, "calibration": str(found.calibration)})
         return

@@ -46,7 +46,6 @@ from trainctl.cli.progress import LiveFollower, Progress
 from trainctl.config.codec import to_plain
 from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
-from trainctl.config.user_code import ignored_trainer_settings
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launchers.interface import Outcome, has_scheduler, render_next
 from trainctl.launchers.planning import PlannedConfig, compose_config
@@ -269,7 +268,7 @@ class LaunchView(Observer):
             print_data("--verbose shows the reasons and the whole budget")
         elif not self._as_json:
             show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
-        show_findings([*planned.findings, *ignored_trainer_settings(planned.composed)])
+        show_findings(planned.findings)
         if planned.errors:
             show_suggestions(planned)
         if not planned.errors or self._force:

@@ -17,10 +17,11 @@ from trainctl.cli.console import (
     print_json,
     print_message,
     print_table,
+    show_findings,
     tolerate_broken_pipe,
 )
 from trainctl.config.overrides import SweepPoint, split_target
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launchers.sweep import QueueStopped, SweepObserver
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.sweeps import RemainingRun, read_sweep, sweep_results
@@ -129,6 +130,9 @@ class SweepView(SweepObserver):
     def remaining(self, runs: Sequence[RemainingRun]) -> None:
         for item in runs:
             print_data(f"{item.index}: {item.next} ({item.why})")
+
+    def found(self, findings: Sequence[Finding]) -> None:
+        show_findings(findings)
 
     def planned(self, points: Sequence[SweepPoint]) -> None:
         if self._dry_run:

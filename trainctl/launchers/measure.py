@@ -18,7 +18,7 @@ from typing import Any
 
 from trainctl.config.extras import package_version
 from trainctl.config.keys import leaves
-from trainctl.errors import ExitCode, TrainctlError
+from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware.resolve import (
     Calibration,
     calibration_file,
@@ -69,6 +69,8 @@ class Measurement:
     """Memory of a process outside tensors."""
     calibration: Path
     """File that keeps the measurement for later estimates."""
+    findings: tuple[Finding, ...]
+    """Warnings of the configuration."""
 
 
 def measure(
@@ -106,6 +108,7 @@ def measure(
         on_device=on_device,
         runtime_bytes=found.runtime_bytes(made.mesh.world_size),
         calibration=path,
+        findings=planned.findings,
     )
 
 

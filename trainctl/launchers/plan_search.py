@@ -11,15 +11,22 @@ from trainctl.config.catalog import option_names, recipe_names, search_folders
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.overrides import ALIASES
 from trainctl.config.suggest import did_you_mean, nearest_names
-from trainctl.errors import TrainctlError
+from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.launchers.planning import compose_config, compose_target, name_sources, read_factory
+from trainctl.launchers.planning import (
+    compose_config,
+    compose_target,
+    input_warnings,
+    name_sources,
+    read_factory,
+)
 from trainctl.runs.attempts import find_attempt
 from trainctl.runs.records import events_from_end
 from trainctl.tuning.search import Search, search
 
 ASSUMED_BATCH = "training.global_batch_tokens=4M"
 """Batch of a search for a model alone: what models of some billion parameters are trained with."""
+CHOSEN = "chosen by the search"
 EXPECTED_LOAD = "experts.expected_load"
 MEASURED_STEPS = 50
 """Last steps of a run whose load of experts is taken for what it will be."""
@@ -92,3 +99,11 @@ def search_plans(composed: ComposedConfig, *, top: int) -> tuple[ComposedConfig,
         found = name_sources(composed, result.findings)
         raise TrainctlError.from_findings([*composed.findings, *found])
     return composed, result
+
+
+def search_findings(composed: ComposedConfig, result: Search) -> list[Finding]:
+    """Return the warnings of the configuration that was searched for, and of its first plan."""
+    first = result.found[0]
+    found = [each.set_by(CHOSEN) if each.key in first.values else each for each in first.findings]
+    own, _ = input_warnings(composed, first.plan, has_length=result.has_length)
+    return list(dict.fromkeys([*composed.findings, *name_sources(composed, found), *own]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from trainctl.config.compose import NO_EFFECT, SAVED, ComposedConfig, compose_le
 from trainctl.config.layers import Layer
 from trainctl.config.overrides import SYNTAX, expand_sweep
 from trainctl.config.registry import changed_section
-from trainctl.config.user_code import check_user_code
+from trainctl.config.user_code import check_user_code, ignored_trainer_settings
 from trainctl.data.source_lengths import count_epoch, preview_data_plan
 from trainctl.data.template_check import check_templates
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
@@ -37,12 +37,7 @@ from trainctl.runs.attempts import (
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
 from trainctl.tuning.assess import Assessment, assess
-from trainctl.tuning.input_files import (
-    check_corpus_is_meant,
-    check_model_files,
-    check_tokenizer_files,
-    missing_files,
-)
+from trainctl.tuning.input_files import check_inputs, missing_files, reads_urls
 
 if TYPE_CHECKING:
     from trainctl.data.mixture import DataPlan
@@ -105,7 +100,7 @@ class PlannedConfig:
     @property
     def unforceable_errors(self) -> list[Finding]:
         """Errors that `--force` does not override."""
-        return [error for error in self.errors if error.exit_code is not ExitCode.does_not_fit]
+        return unforceable(self.findings)
 
     def suggestions(self) -> list[Suggestion]:
         """Return up to four changes with which it fits, the least costly first; if it fits, changes
@@ -115,6 +110,13 @@ class PlannedConfig:
 
         suggest = suggest_fitting if self.errors else suggest_for_slack
         return suggest(self.composed.config, self.hardware)
+
+
+def unforceable(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the errors that `--force` does not override: all but those on memory."""
+    return [
+        each for each in findings if each.is_error and each.exit_code is not ExitCode.does_not_fit
+    ]
 
 
 def compose_config(overrides: Sequence[str] | None, config_dir: Path | None) -> ComposedConfig:
@@ -181,14 +183,13 @@ def plan_config(
         traced = trace_model(composed.config, folder)
         assessment = assess(composed.config, hardware, traced)
     found = [each for each in assessment.findings if is_there or each.rule != UNCOUNTED]
+    found += ignored_trainer_settings(composed)
     data = None
     if with_files:
         found += missing
-        found += check_model_files(composed.config)
-        found += check_tokenizer_files(composed.config)
-        found += check_corpus_is_meant(composed.config)
+        found += check_inputs(composed.config)
         found += launcher_refusals(composed.config, hardware)
-        if assessment.plan is not None and not any(finding.is_error for finding in found):
+        if assessment.plan is not None and not unforceable(found):
             data, problems = preview_data_plan(assessment.plan)
             found += problems
     return PlannedConfig(
@@ -199,6 +200,37 @@ def plan_config(
         traced=traced,
         data=data,
     )
+
+
+def with_input_warnings(planned: PlannedConfig, *, has_length: bool = True) -> PlannedConfig:
+    """Return the plan with the warnings of `input_warnings`."""
+    made = planned.assessment.plan
+    if made is None:
+        return planned
+    found, data = input_warnings(planned.composed, made, has_length=has_length)
+    return replace(planned, findings=tuple(dict.fromkeys((*planned.findings, *found))), data=data)
+
+
+def input_warnings(
+    composed: ComposedConfig, made: RunPlan, *, has_length: bool
+) -> tuple[list[Finding], DataPlan | None]:
+    """Return the warnings of `validate` on texts, tokenizer and weights, and the data plan.
+
+    The plan may be for other machines, so a missing file is no finding. Nothing is downloaded.
+
+    Args:
+        has_length: Whether the configuration sets the length of the run; otherwise its epochs are
+            unknown.
+    """
+    config, data = composed.config, None
+    found = check_inputs(config, is_quick=True)
+    if not reads_urls(config):
+        missing = missing_files(config)
+        found += missing
+        if has_length and not unforceable(missing):
+            data, problems = preview_data_plan(made)
+            found += problems
+    return name_sources(composed, [each for each in found if not each.is_error]), data
 
 
 def read_factory(
@@ -382,9 +414,9 @@ def plan_points(
     for point in points:
         try:
             composed = compose_target(target, point.overrides, config_dir)
-            planned = plan_config(
-                _with_placeholder_steps(composed), exact=exact, calibrated=calibrated
-            )
+            with_steps = _with_placeholder_steps(composed)
+            planned = plan_config(with_steps, exact=exact, calibrated=calibrated)
+            planned = with_input_warnings(planned, has_length=with_steps is composed)
         except TrainctlError as wrong:
             error = _without_length_error(wrong)
             if len(points) == 1:

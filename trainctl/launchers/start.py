@@ -79,7 +79,9 @@ class Observer:
         """Take what the proof before a resume does or has found."""
 
     def found(self, findings: Sequence[Finding]) -> None:
-        """Take warnings on ignored configuration, and later those on the machines."""
+        """Take warnings on ignored configuration, then of the plan, then on the machines."""
+        for each in findings:
+            self.warn(str(each))
 
     def changes(self, run: RunPaths, resume: PlannedResume) -> None:
         """Take what a resume changes in the configuration."""
@@ -89,6 +91,7 @@ class Observer:
 
     def planned(self, planned: PlannedConfig) -> None:
         """Take the plan, which may still be refused for its memory or for what is not built yet."""
+        self.found([each for each in planned.findings if not each.is_error])
 
     def accepted(
         self,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -14,7 +15,7 @@ from trainctl.config.compose import ComposedConfig, recompose
 from trainctl.config.overrides import SweepPoint, expand_sweep
 from trainctl.config.registry import function_of, register_options
 from trainctl.config.secrets import REDACTED
-from trainctl.errors import RunStateError, TrainctlError
+from trainctl.errors import Finding, RunStateError, TrainctlError
 from trainctl.launchers.interface import check
 from trainctl.launchers.planning import compose_config
 from trainctl.launchers.planning import plan_config as make_plan
@@ -49,6 +50,11 @@ class SweepObserver:
 
     def remaining(self, runs: Sequence[RemainingRun]) -> None:
         """Take what a resume does with each run of the sweep."""
+
+    def found(self, findings: Sequence[Finding]) -> None:
+        """Take the warnings of all runs, each once; by default Python's `warnings` have them."""
+        for each in findings:
+            warnings.warn(str(each), stacklevel=2)
 
     def planned(self, points: Sequence[SweepPoint]) -> None:
         """Take the combinations of values, all accepted; none of a resume."""
@@ -89,14 +95,15 @@ def start_sweep(
         QueueStopped: A signal ended the queue.
     """
     points = expand_sweep(overrides)
-    plans = [
+    plans, found = _unzipped(
         _plan_of_point(
             partial(compose_config, point.overrides, config_dir), point.values, force=force
         )
         for point in points
-    ]
+    )
     _check_queue(plans)
     _check_mirrors(plans)
+    observer.found(found)
     observer.planned(points)
     folder = new_sweep(sweep_dir, overrides, points, config_dir)
     started = []
@@ -124,7 +131,8 @@ def resume_sweep(
         left = remaining_runs(folder)
         observer.remaining(left)
         waiting = [item for item in left if item.next is not SweepAction.leave]
-        plans = [_plan_again(item, record, force=force) for item in waiting]
+        plans, found = _unzipped(_plan_again(item, record, force=force) for item in waiting)
+        observer.found(found)
         observer.planned(())
         if not waiting:
             observer.nothing_to_do()
@@ -153,7 +161,18 @@ def _run(
         run_queue(started, parallel=parallel or 1, on_end=on_end)
 
 
-def _plan_again(item: RemainingRun, record: Sweep, *, force: bool) -> RunPlan:
+def _unzipped(
+    planned: Iterable[tuple[RunPlan, list[Finding]]],
+) -> tuple[list[RunPlan], list[Finding]]:
+    """Return the plans, and their warnings without repetitions."""
+    plans, found = [], {}
+    for plan, warned in planned:
+        plans.append(plan)
+        found |= dict.fromkeys(warned)
+    return plans, list(found)
+
+
+def _plan_again(item: RemainingRun, record: Sweep, *, force: bool) -> tuple[RunPlan, list[Finding]]:
     """Plan the rest of a run, from its own directory if it exists."""
     values = record.points[item.index]
     if item.next is SweepAction.make:
@@ -200,8 +219,8 @@ def _plan_of_point(
     *,
     force: bool,
     folder: Path | None = None,
-) -> RunPlan:
-    """Return the plan of a run; errors name the run's values.
+) -> tuple[RunPlan, list[Finding]]:
+    """Return the plan of a run and its warnings; errors name the run's values.
 
     Raises:
         TrainctlError: The plan is refused.
@@ -225,7 +244,7 @@ def _plan_of_point(
             exit_code=error.exit_code,
             findings=error.findings,
         ) from None
-    return made
+    return made, [each for each in (*planned.findings, *found) if not each.is_error]
 
 
 def _check_mirrors(plans: Sequence[RunPlan]) -> None:

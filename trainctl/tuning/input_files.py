@@ -43,10 +43,12 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.data import SampleKind, spec_of
 from trainctl.options.objective.distill import DistillConfig
 from trainctl.options.tokenizer import spec_of as tokenizer_of
-from trainctl.plans.mixture import keyed_sources
+from trainctl.plans.mixture import keyed_sources, sources_of
 from trainctl.plans.shapes import all_tensors
 from trainctl.plans.trainable import is_partial
 from trainctl.readers.check import MISSING, check_quality_inputs, check_text
+from trainctl.readers.quality import decontamination_sections
+from trainctl.readers.remote import is_url
 
 NOT_ITS_WEIGHTS, NO_WEIGHTS, LEFT_OVER, ROTATED = "TC148", "TC145", "TC149", "TC371"
 NO_PRETRAINED_WEIGHTS = "TC144"
@@ -62,11 +64,24 @@ OTHER_HEADS = re.compile(
 DECODERS = ("model.", "transformer.")
 
 
-def check_model_files(config: RunConfig) -> list[Finding]:
+def check_inputs(config: RunConfig, *, is_quick: bool = False) -> list[Finding]:
+    """Return the problems of weights, tokenizer and corpus that can be read.
+
+    Args:
+        is_quick: Download nothing and start no process, for commands that only plan.
+    """
+    return [
+        *check_model_files(config, is_quick=is_quick),
+        *check_tokenizer_files(config),
+        *check_corpus_is_meant(config),
+    ]
+
+
+def check_model_files(config: RunConfig, *, is_quick: bool = False) -> list[Finding]:
     """Return the problems of the weights that a run is to start from.
 
     Names, shapes and types are read from the headers; the values are not read. Weights from the
-    Hugging Face hub are downloaded first.
+    Hugging Face hub are downloaded first, unless the check `is_quick`.
     """
     if not config.trains_itself:
         return []
@@ -81,7 +96,8 @@ def check_model_files(config: RunConfig) -> list[Finding]:
     if other is not None:
         return [other]
     try:
-        fetch_weights(str(folder))
+        if not is_quick:
+            fetch_weights(str(folder))
         if not has_weights(folder) and has_pickled_weights(folder):
             return [_pickled_weights_finding(folder)]
         stored = stored_tensors(folder)
@@ -89,7 +105,7 @@ def check_model_files(config: RunConfig) -> list[Finding]:
         return [_weights_finding(NO_WEIGHTS, error.message, error.hint)]
     if config.model.factory is not None:  # a factory's tensor names are unknown here
         return []
-    return list(_compare_tensors(config.model, folder, stored))
+    return list(_compare_tensors(config.model, folder, stored, is_quick=is_quick))
 
 
 def _missing_weights(config: RunConfig) -> Iterator[Finding]:
@@ -157,9 +173,11 @@ def _warn_of_checkpoint_removal(config: RunConfig, folder: Path) -> Iterator[Fin
 
 
 def _compare_tensors(
-    model: ModelConfig, folder: Path, stored: Mapping[str, StoredTensor]
+    model: ModelConfig, folder: Path, stored: Mapping[str, StoredTensor], *, is_quick: bool
 ) -> Iterator[Finding]:
     problems, unused = _compare_canonical_names(model, stored)
+    if problems and is_quick:
+        return
     if problems and model.is_directory:
         # Published files may use other names than the model in memory; transformers maps them.
         problems, unused = _compare_by_transformers(model, folder)
@@ -405,6 +423,17 @@ def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding
         if not Path(path).expanduser().exists()
     ]
     return findings
+
+
+def reads_urls(config: RunConfig) -> bool:
+    """Return True if texts of the run are under a URL."""
+    sections = [*sources_of(config.data).values(), *decontamination_sections(config.data)]
+    return any(
+        is_url(path)
+        for section in sections
+        for key in ("paths", "held_out_paths")
+        for path in getattr(section, key, ())
+    ) or any(getattr(section, "url", None) for section in sections)
 
 
 def _without_teacher(config: RunConfig) -> Iterator[Finding]:
