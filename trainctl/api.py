@@ -1703,15 +1703,18 @@ class Checkpoint:
             TrainctlError: The checkpoint is damaged (5), the folder is not empty (2), or the upload
                 failed (4), of which nothing is committed then.
         """
-        from trainctl.config.quantities import in_unit
+        from trainctl.config.quantities import in_unit, suffixes
+        from trainctl.config.suggest import join_alternatives
         from trainctl.launchers.export import export
 
         size = None
         if shard_size is not None:
             size = in_unit(str(shard_size), "bytes", is_count=True)
             if size is None or size < 1:
+                names = join_alternatives(suffixes("bytes", is_count=True))
                 raise TrainctlError(
-                    f"--shard-size {shard_size} is no size", hint="--shard-size 2GB"
+                    f"--shard-size {shard_size} is no size",
+                    hint=f"a number of bytes, or with {names} behind it: --shard-size 2GB",
                 )
         return export(
             self._choice(weights, "auto", progress),

@@ -19,8 +19,10 @@ from trainctl.config.codec import to_plain
 from trainctl.config.compose import ComposedConfig, compose, recompose
 from trainctl.config.schema import GROUPS, LIST_GROUPS, OffloadDevice
 from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.launchers.planning import compose_config
 
 Write = Callable[[str, str], Path]
+TINY = "defaults: [tiny, _self_]\n"
 
 
 @pytest.fixture
@@ -488,12 +490,12 @@ def test_a_config_dir_must_be_a_folder_with_something_in_it(tmp_path: Path) -> N
         ("defaults:\n- mine\n", 2, "circle"),
         ("defaults:\n- [a, b]\n", 2, "defaults list"),
         ("training: {steps: 1}\n", None, "base"),
-        ("a: [1\nb: 2\n", 2, "not valid YAML"),
-        ("a: [1\nb: 2\n", 2, "close the bracket"),
+        ("c: 3\na: [1\nb: 2\n", 2, "not valid YAML"),
+        ("c: 3\na: [1\n\nb: 2\n", 2, "close the bracket"),
         ("a: b: c\n", 1, "in quotes"),
         ("a: @b\n", 1, "begins with @"),
         ("a: *b\n", 1, "begins with * or &"),
-        ('a: "b\n', 2, "close the quotes"),
+        ('c: 3\na: "b\nd: 4\n', 2, "close the quotes"),
         ("a:\n  b: 1\n c: 2\n", 3, "the same number of spaces"),
         ("a: 1\n---\nb: 2\n", 2, "one document"),
         ("- 1\n", 1, "key: value"),
@@ -504,6 +506,28 @@ def test_a_config_dir_must_be_a_folder_with_something_in_it(tmp_path: Path) -> N
         ("defaults: [base, _self_]\nzero_stage: 3\n", 2, '- override /zero_stage: "3"'),
         ("defaults: [base]\nx: !!python/object:os.system {}\n", 2, "not valid YAML"),
         ("a: &a [*a]\n", None, "mine.yaml"),
+        # An = for the colon, or no space behind it, in each place of a file.
+        (f"{TINY}training:\n  steps = 40\noptimizer: {{lr: 1}}\n", 3, "`steps: 40`"),
+        (f"{TINY}training:\n  steps = 40\n  seed: 1\n", 3, "`steps: 40`"),
+        (f"{TINY}training:\n  seed: 1\n  steps = 40\n", 4, "`steps: 40`"),
+        (f"{TINY}training:\n  seed: 1\n  steps = 40\n  tokens: 3\n", 4, "`steps: 40`"),
+        (f"{TINY}training:\n  # About.\n  steps=40\n", 4, "`steps: 40`"),
+        (f"{TINY}training:\n  steps:40\n", 3, "`steps: 40`"),
+        (f"{TINY}training:\n  seed: 1\n  steps:40\n", 4, "`steps: 40`"),
+        (f"{TINY}training: steps = 40\n", 2, "`steps: 40`"),
+        (f"{TINY}training.steps = 40\n", 2, "`training: {steps: 40}`"),
+        ("steps = 40\n", 1, "`steps: 40`"),
+        (f"{TINY}data:\n  sources:\n    a:\n      tokens = 3\n", 5, "`tokens: 3`"),
+        ("defaults:\n- tiny\n- schedule = wsd\n- _self_\n", 3, "`- override /schedule: wsd`"),
+        ("defaults:\n- recipe=tiny\n- _self_\n", 2, "`- tiny`"),
+        ("defaults:\n- recipe: tiny\n- _self_\n", 2, "`- tiny`"),
+        # What Hydra refuses without a line.
+        ("defaults:\n- tiny\n- schedule: wsd\n- _self_\n", 3, "`- override /schedule: wsd`"),
+        ("defaults:\n- tiny\n- optional /schedule: wsd\n", 3, "`- override /schedule: wsd`"),
+        ("defaults:\n- override /schedule: wsd\n- tiny\n", 2, "below `- tiny`"),
+        ("defaults:\n- tiny\n- 125m\n- _self_\n", 3, "keep one of tiny and 125m"),
+        ("defaults:\n- base\n- _self_\n- tiny\n", 4, "keep one of base and tiny"),
+        ("defaults:\n- _self_\n- tiny\n- _self_\n", 4, "`_self_` twice"),
         ("a: 1\n---\nb: 2\n", 2, "not valid YAML"),
     ],
 )
@@ -516,6 +540,53 @@ def test_a_broken_recipe_is_reported_with_its_line(
     assert any(words in f"{finding.message} {finding.hint}" for finding in found), found
     if line is not None:
         assert f"recipes/mine.yaml:{line}" in {finding.source for finding in found}
+    if text.startswith((TINY, "defaults:\n")):
+        assert len(found) == 1, "one mistake is one error"
+
+
+def test_no_file_is_a_second_error_beside_the_order_that_cannot_be_computed(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Finding(rule="TC105", message="Hydra cannot compose these files")
+    monkeypatch.setattr("trainctl.config.defaults_list.files_in_order", lambda *_: wrong)
+    with pytest.raises(TrainctlError) as caught:
+        compose_config(["recipe=tiny"], None)
+    assert caught.value.findings == (wrong,)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line", "lost"),
+    [
+        (
+            "recipes/mine.yaml",
+            "defaults:\n- _self_\n- tiny\ntraining: {steps: 7}\noptimizer: {lr: 2e-3}\n",
+            3,
+            ["training.steps=160 (recipes/tiny.yaml:", "optimizer.lr=0.003 (recipes/tiny.yaml:"],
+        ),
+        (
+            "conf/optimizer/mine.yaml",
+            "defaults:\n- _self_\n- adamw\nbeta1: 0.8\nbeta2: 0.95\n",
+            3,
+            ["optimizer.beta1=0.9 (conf/optimizer/adamw.yaml:"],
+        ),
+    ],
+)
+def test_keys_that_a_later_line_of_the_defaults_list_overrides_are_warned_of(
+    write: Write, name: str, text: str, line: int, lost: list[str]
+) -> None:
+    write(name, text)
+    kind = "recipe" if name.startswith("recipes") else "optimizer"
+    write("recipes/child.yaml", "defaults:\n- mine\n- _self_\noptimizer: {lr: 5e-3}\n")
+    composed = compose([f"{kind}=mine"])
+    (found,) = (each for each in composed.findings if each.rule == "TC585")
+    assert (found.severity, found.source) == ("warning", f"{name}:{line}")
+    assert all(each in found.message for each in lost), found.message
+    assert found.message.count("=") == len(lost) and "`- _self_`" in found.hint
+    if kind == "recipe":  # keys that the recipe's own child sets are the child's
+        (found,) = (each for each in compose(["recipe=child"]).findings if each.rule == "TC585")
+        assert "optimizer.lr" not in found.message
+    write(name, text.replace("- _self_\n", "", 1))
+    assert not [each for each in compose([f"{kind}=mine"]).findings if each.rule == "TC585"]
 
 
 def test_an_unreadable_option_is_reported(write: Write) -> None:
@@ -643,17 +714,55 @@ def test_tokens_are_counted_in_powers_of_ten(text: str, tokens: int) -> None:
     assert composed.config.training.tokens == tokens
 
 
-@pytest.mark.parametrize("text", ["4X", "M", "1.0001k", "4MB", "-4M"])
-def test_invalid_token_counts_are_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ["4X", "M", "4MB", "2GB", "-4M"])
+def test_invalid_token_counts_are_refused_with_the_suffixes(text: str) -> None:
     with pytest.raises(TrainctlError) as caught:
         compose([f"training.tokens={text}"])
     (found,) = caught.value.findings
     assert found.rule in ("TC102", "TC103")
+    assert "with k, M, B or T behind it" in found.hint
 
 
-def test_only_tokens_have_suffixes() -> None:
-    with pytest.raises(TrainctlError):
-        compose(["training.steps=4k"])
+@pytest.mark.parametrize(
+    ("override", "key", "expected"),
+    [
+        ("training.steps=4k", "training.steps", 4000),
+        ("training.tokens=1.005k", "training.tokens", 1005),
+        ("training.time_limit_minutes=4h", "training.time_limit_minutes", 240),
+        ("launcher.grace_seconds='2 min'", "launcher.grace_seconds", 120),
+        ("data.max_bytes=1.5GiB", "data.max_bytes", 3 * 2**29),
+        ("hardware.device_memory_bytes=80GB", "hardware.device_memory_bytes", 80 * 10**9),
+        ("zero_stage.reduce_bucket_size=500M", "zero_stage.reduce_bucket_size", 500_000_000),
+    ],
+)
+def test_every_number_with_a_unit_takes_its_suffixes(
+    override: str, key: str, expected: float
+) -> None:
+    assert value(to_plain(compose([override]).config), key) == expected
+
+
+def test_entries_of_lists_and_sections_take_suffixes() -> None:
+    stages = "[{until_tokens: 1M, sequence_length: 1k}, {sequence_length: 2048}]"
+    config = compose(
+        [
+            "schedule=milestones",
+            "schedule.milestones=[8k,9k]",
+            "training.batch_ramp=[{until_tokens: 1M, global_batch_size: 1k}]",
+            f"data.stages={stages}",
+            "data.sources={a: {kind: files, tokens: 2B}, b: {kind: stream, cache_bytes: 1GiB}}",
+        ]
+    ).config
+    assert config.schedule.milestones == [8000, 9000]
+    assert config.training.batch_ramp == [{"until_tokens": 1_000_000, "global_batch_size": 1000}]
+    assert config.data.stages[0].until_tokens == 1_000_000
+    assert config.data.sources["a"].tokens == 2 * 10**9
+    assert config.data.sources["b"].cache_bytes == 2**30
+
+
+def test_a_number_without_a_unit_has_no_suffix() -> None:
+    for override in ("model.hidden_size=4k", "optimizer.lr=3m"):
+        with pytest.raises(TrainctlError):
+            compose([override])
 
 
 def test_another_name_of_a_key_says_the_keys_own() -> None:

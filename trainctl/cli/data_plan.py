@@ -23,10 +23,10 @@ from trainctl.cli.console import (
     show_findings,
     write_chart,
 )
-from trainctl.config.keys import COUNT, SUFFIXES
 from trainctl.config.overrides import split_target
-from trainctl.config.quantities import count_text, disk_text
+from trainctl.config.quantities import count_text, disk_text, in_unit, suffixes
 from trainctl.config.schema import Dedup
+from trainctl.config.suggest import join_alternatives
 from trainctl.data.source_lengths import data_plan_of
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target, name_sources
@@ -118,13 +118,13 @@ def _cost_of(config: RunConfig, scale: str, cores: int) -> PreparationCost:
     Raises:
         TrainctlError: `scale` is no number of tokens, or the configuration tokenizes nothing.
     """
-    match = COUNT.fullmatch(scale)
-    tokens = float(match[1]) * SUFFIXES[match[2].upper()] if match else 0
-    if not match and re.fullmatch(r"[0-9]{1,18}", scale):
-        tokens = int(scale)
-    if not 1 <= tokens < 1e18:
+    is_plain = re.fullmatch(r"[0-9]{1,18}", scale) is not None
+    tokens = int(scale) if is_plain else in_unit(scale, "tokens", is_count=True)
+    if tokens is None or not 1 <= tokens < 1e18:
+        names = join_alternatives(suffixes("tokens", is_count=True))
         raise TrainctlError(
-            f"--scale {scale} is no number of tokens", hint="--scale 10T, 300B or 5000000"
+            f"--scale {scale} is no number of tokens",
+            hint=f"--scale 5000000, or a number with {names} behind it: --scale 10T",
         )
     data, sections = config.data, sources_of(config.data).values()
     if all(spec_of(each).is_tokenized or spec_of(each).is_prepared for each in sections):

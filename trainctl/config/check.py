@@ -16,7 +16,13 @@ from trainctl.config.keys import (
 )
 from trainctl.config.schema import GROUPS
 from trainctl.config.secrets import ENVIRONMENT, SECRET_LISTS
-from trainctl.config.suggest import DEEPSPEED_KEYS, OTHER_NAMES, did_you_mean, nearest_keys
+from trainctl.config.suggest import (
+    DEEPSPEED_KEYS,
+    OTHER_NAMES,
+    did_you_mean,
+    missing_colon,
+    nearest_keys,
+)
 from trainctl.errors import Finding
 
 UNKNOWN_KEY, WRONG_VALUE, OUT_OF_RANGE, REFUSED = "TC101", "TC102", "TC103", "TC104"
@@ -34,6 +40,8 @@ class Setting:
     """The override, or `file:line`."""
     text: str | None = None
     """Scalar as written; None for lists and mappings."""
+    place: str = ""
+    """`file:line` of the value, which may stand below its key; empty for an override."""
 
     @property
     def key(self) -> str:
@@ -46,6 +54,16 @@ def check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     A mapping under a free-form key becomes one setting for each of its leaves. A value that
     refers to another key (`${...}`) is returned unchecked: it is checked after it is resolved.
     """
+    settings, findings = _check_setting(setting)
+    slip = missing_colon(setting.text or "") if findings and setting.place else None
+    if slip is not None:
+        message, hint = slip
+        finding = replace(findings[0], message=message, hint=hint, source=setting.place)
+        return settings, [finding]
+    return settings, findings
+
+
+def _check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
     refused = list(_refused_constructs(setting))
     if refused:
         return [], refused

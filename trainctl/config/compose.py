@@ -27,7 +27,7 @@ from trainctl.config.catalog import (
 )
 from trainctl.config.check import UNKNOWN_KEY, Setting, check_setting, wrong_value
 from trainctl.config.codec import from_plain, to_plain, value_at
-from trainctl.config.extends import check_extends
+from trainctl.config.extends import AppliedFile, check_extends, overridden_keys
 from trainctl.config.keys import as_override, leaves_under, range_problem
 from trainctl.config.layers import DEFAULT_SOURCE, Layer, Stack
 from trainctl.config.literal_secrets import literal_secrets
@@ -118,8 +118,8 @@ def compose_leniently(
     defaults = [recipe, *({f"override /{g}": c.option} for g, c in asked.choices.items())]
     chosen = chosen_options(folders, recipe)
     new = {g: c for g, c in asked.choices.items() if chosen.get(g) != c.option}
-    problems, replaced = _apply_files(stack, folders, defaults, new)
-    findings += [*broken, *problems]
+    findings += broken
+    replaced = _apply_files(stack, folders, defaults, new, findings)
     if asked.recipe:
         stack.apply([Setting(("recipe",), recipe, asked.recipe.source)])
     composed = _finish_composition(
@@ -164,7 +164,7 @@ def recompose(
     findings += check_extends(folders, "", _chosen_options(asked))
     if asked.choices and not _has_error(findings):
         defaults = [{group: choice.option} for group, choice in asked.choices.items()]
-        findings += _apply_files(stack, folders, defaults, asked.choices)[0]
+        _apply_files(stack, folders, defaults, asked.choices, findings)
     named_model = "model" in asked.choices or any(s.key == "model.path" for s in asked.settings)
     composed = _finish_composition(
         stack, asked, findings, overrides, fill_model=named_model, recipe=None
@@ -251,19 +251,29 @@ def _chosen_options(asked: Overrides) -> dict[str, str | list[str]]:
 
 
 def _apply_files(
-    stack: Stack, folders: list[Folder], defaults: Sequence[Any], choices: Mapping[str, Choice]
-) -> tuple[list[Finding], dict[str, Layer]]:
+    stack: Stack,
+    folders: list[Folder],
+    defaults: Sequence[Any],
+    choices: Mapping[str, Choice],
+    findings: list[Finding],
+) -> dict[str, Layer]:
     """Apply the files to the stack in Hydra's order, chosen options last.
 
+    Args:
+        findings: Findings so far, to which those on the files are appended.
+
     Returns:
-        The findings, and by key each value that a chosen option replaced.
+        By key, each value that a chosen option replaced.
+
+    Raises:
+        TrainctlError: The files have no order, so that no value is known.
     """
     from trainctl.config.defaults_list import files_in_order
 
     files = files_in_order(folders, defaults)
     if isinstance(files, Finding):
-        return [files], {}
-    findings: list[Finding] = []
+        raise TrainctlError.from_findings([*findings, files])
+    applied: list[AppliedFile] = []
     replaced: dict[str, Layer] = {}
     chosen: dict[str, list[Setting]] = {group: [] for group in choices}
     for config_path, package in files:
@@ -286,13 +296,15 @@ def _apply_files(
             chosen[package] += level
         else:
             findings += stack.apply_level(level)
+        applied.append(AppliedFile(config_path, document, level, folder.is_shipped))
     for group, settings in chosen.items():
         note = f"(chosen by {choices[group].source})"
         inside = [key for key in stack.layers if key.startswith(f"{group}.") and stack.is_set(key)]
         replaced |= {key: stack.layers[key][-1] for key in inside}
         stack.reset(group, f"{DEFAULT_SOURCE} {note}")
         findings += stack.apply_level(settings, note)
-    return findings, replaced
+    findings += overridden_keys(stack, applied)
+    return replaced
 
 
 def _warn_of_replaced_values(

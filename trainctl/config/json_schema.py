@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from trainctl.config.catalog import list_options, list_recipes
-from trainctl.config.keys import COUNT, Leaf, leaves, option_leaves, part_leaves
+from trainctl.config.keys import Leaf, leaves, option_leaves, part_leaves
+from trainctl.config.quantities import suffix_pattern
 from trainctl.config.registry import kind_key, list_kinds
 from trainctl.config.schema import GROUPS, LIST_GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest_names
@@ -154,7 +155,8 @@ def _json_types_of_hint(hint: Any, limits: Any) -> list[dict[str, Any]]:
     if hint is Any:
         return [{}]
     if origin is list:
-        return [{"type": "array", "items": {"anyOf": _json_types_of_hint(get_args(hint)[0], {})}}]
+        inner = _json_types_of_hint(get_args(hint)[0], {"unit": limits.get("unit")})
+        return [{"type": "array", "items": {"anyOf": inner}}]
     if origin is dict:
         inner = get_args(hint)[1]
         if getattr(inner, "is_part", False):
@@ -183,8 +185,9 @@ def _json_types_of_hint(hint: Any, limits: Any) -> list[dict[str, Any]]:
     if kind == "string":
         return [{"type": ["string", "number", "boolean"]}]
     accepted = [{"type": kind, **(limited if kind in ("integer", "number") else {})}]
-    if kind == "integer" and limits.get("unit") == "tokens":
-        accepted.append({"type": "string", "pattern": f"^{COUNT.pattern}$"})
+    pattern = suffix_pattern(limits.get("unit") or "", is_count=kind == "integer")
+    if pattern and kind != "boolean":
+        accepted.append({"type": "string", "pattern": f"^{pattern}$"})
     return accepted
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -13,7 +12,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin
 
 from trainctl.config.codec import attribute_types, to_plain
-from trainctl.config.quantities import in_unit
+from trainctl.config.quantities import in_unit, suffixes, without_suffix
 from trainctl.config.registry import (
     kind_key,
     kind_of,
@@ -25,12 +24,9 @@ from trainctl.config.registry import (
     unit_groups,
 )
 from trainctl.config.schema import RunConfig
-from trainctl.config.suggest import explain_address, nearest_names
+from trainctl.config.suggest import explain_address, join_alternatives, nearest_names
 
 LARGEST_INTEGER = 2**63 - 1
-COUNT = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([kKMBT])")
-SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-"""Powers of ten that a suffix of a token count stands for."""
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -203,8 +199,8 @@ def convert_value(leaf: Leaf, value: Any, text: str | None = None) -> Any:
         return _require_names(leaf, value, text)
     if leaf.metadata.get("each"):
         return _convert_each(leaf, value)
-    if leaf.metadata.get("unit") == "tokens" and isinstance(value, str):
-        value = _parse_suffix(value)
+    unit = leaf.metadata.get("unit") or ""
+    value = without_suffix(value, unit, is_count=_is_count(leaf.hint))
     try:
         accepted = _convert(leaf.hint, value, text, leaf.default)
     except ValueProblem as wrong:
@@ -258,15 +254,21 @@ def _as_typed(leaf: Leaf, value: Any) -> str:
         return f"as in '{leaf.key}={example}'"
     if get_origin(leaf.hint) in (list, dict):
         return "write it as [a,b]" if get_origin(leaf.hint) is list else "write it as {key: value}"
-    kinds = get_args(leaf.hint) or (leaf.hint,)
-    is_count = float not in kinds
+    kinds, is_count = get_args(leaf.hint) or (leaf.hint,), _is_count(leaf.hint)
     meant = in_unit(value, unit, is_count=is_count) if isinstance(value, str) else None
     is_whole = meant is not None and (meant == int(meant) or not is_count)
     if meant is not None and is_whole and range_problem(leaf.metadata, meant) is None:
         return f"write {_number_text(meant)}" + (f" ({unit})" if unit else "")
     what = _type_in_words(kinds[0])
     what += f", in {unit}" if unit else ", such as 0.1 or 1e-4" if float in kinds else ""
+    names = suffixes(unit, is_count=is_count)
+    what += f", or with {join_alternatives(names)} behind it" if names else ""
     return what + (", or null" if type(None) in kinds else "")
+
+
+def _is_count(hint: Any) -> bool:
+    """Return True if a key takes no fractions."""
+    return float not in (get_args(hint) or (hint,))
 
 
 RANGE = ("minimum", "maximum", "above")
@@ -292,12 +294,6 @@ def range_problem(metadata: Mapping[str, Any], value: Any) -> ValueProblem | Non
             f"{value} must be above {_number_text(above)}", f"more than {_number_text(above)}"
         )
     return None
-
-
-def _parse_suffix(text: str) -> Any:
-    """Parse a token count such as 4M or 1.5B; return any other text unchanged."""
-    number = COUNT.fullmatch(text.strip())
-    return float(number[1]) * SUFFIXES[number[2].upper()] if number else text
 
 
 def _out_of_range_problem(message: str, nearest_legal: str) -> ValueProblem:
@@ -438,10 +434,10 @@ def _convert_entry(hint: Any, value: Any) -> dict[str, Any]:
             hint_text = f"did you mean {close[0]}? {legal}" if close else legal
             raise ValueProblem(f"an entry has no key {name}", hint_text)
     entry = {item.name: to_plain(item.default) for item in fields(hint)}
-    counts = {item.name for item in fields(hint) if item.metadata.get("unit") == "tokens"}
+    units = {item.name: item.metadata.get("unit") or "" for item in fields(hint)}
     for name, item in value.items():
-        count = _parse_suffix(item) if name in counts and isinstance(item, str) else item
-        entry[name] = _convert(hints[name], count, None, None)
+        number = without_suffix(item, units[name], is_count=_is_count(hints[name]))
+        entry[name] = _convert(hints[name], number, None, None)
     return entry
 
 

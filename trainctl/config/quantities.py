@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+from typing import Any
 
 _WRITTEN = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)[ _]?([A-Za-z]{0,12})")
 
@@ -14,6 +16,38 @@ _BYTES |= {f"{letter}{end}": 1000**power for letter, power in _POWERS.items() fo
 _BYTES |= {f"{letter}ib": 1024**power for letter, power in _POWERS.items()}
 _COUNTS = {"k": 10**3, "thousand": 10**3, "m": 10**6, "million": 10**6, "mio": 10**6}
 _COUNTS |= {"b": 10**9, "g": 10**9, "bn": 10**9, "billion": 10**9, "t": 10**12, "trillion": 10**12}
+
+
+_TIMES = ("s", "min", "h", "d")
+_SUFFIXES = {"bytes": ("kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
+_SUFFIXES |= {"seconds": _TIMES, "minutes": _TIMES}
+
+
+def suffixes(unit: str, *, is_count: bool) -> tuple[str, ...]:
+    """Return the suffixes that a number of a key may have: its unit's, or powers of ten of a count.
+
+    Args:
+        unit: Unit of the key; a number without a unit has no suffix.
+        is_count: Whether the key takes whole numbers.
+    """
+    return _SUFFIXES.get(unit, ("k", "M", "B", "T") if unit and is_count else ())
+
+
+def suffix_pattern(unit: str, *, is_count: bool) -> str:
+    """Return a regular expression for numbers with a suffix; empty if none may have one."""
+    names = "|".join(suffixes(unit, is_count=is_count)).replace("k|", "k|K|", 1)
+    return rf"[0-9]{{1,12}}(\.[0-9]{{1,12}})?[ _]?({names})" if names else ""
+
+
+def without_suffix(value: Any, unit: str, *, is_count: bool) -> Any:
+    """Replace numbers with a suffix, also in lists and mappings, by numbers in the key's unit."""
+    if isinstance(value, list):
+        return [without_suffix(each, unit, is_count=is_count) for each in value]
+    if isinstance(value, dict):
+        return {name: without_suffix(each, unit, is_count=is_count) for name, each in value.items()}
+    pattern = suffix_pattern(unit, is_count=is_count) if isinstance(value, str) else ""
+    is_written = pattern and re.fullmatch(pattern, value.strip())
+    return in_unit(value, unit, is_count=is_count) if is_written else value
 
 
 def in_unit(text: str, unit: str, *, is_count: bool) -> float | None:
@@ -34,12 +68,12 @@ def in_unit(text: str, unit: str, *, is_count: bool) -> float | None:
     if unit in ("seconds", "minutes"):
         factor = _SECONDS.get(name, _SECONDS.get(name.removesuffix("s")))
         per_unit = 60 if unit == "minutes" else 1
-        return None if factor is None else float(written[1]) * factor / per_unit
+        return None if factor is None else float(Fraction(written[1]) * factor / per_unit)
     if not is_count:
         return None
     factors = _BYTES if unit == "bytes" else _COUNTS
     factor = factors.get(name, factors.get(name.removesuffix("s")))
-    return None if factor is None else float(written[1]) * factor
+    return None if factor is None else float(Fraction(written[1]) * factor)
 
 
 def memory_text(size: float) -> str:

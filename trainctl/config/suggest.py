@@ -132,6 +132,23 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+_WITHOUT_COLON = re.compile(r"\s*(?:- )?([A-Za-z_][\w.]*)(?:\s*=\s*|:)([^\s=]+)")
+
+
+def missing_colon(text: str) -> tuple[str, str] | None:
+    """Return message and hint for a line of YAML such as `steps = 40` or `steps:40`; None if it is
+    no such line.
+    """
+    found = _WITHOUT_COLON.match(text)
+    if found is None:
+        return None
+    *sections, name = found[1].split(".")
+    line = f"{name}: {found[2]}"
+    for section in reversed(sections):
+        line = f"{section}: {{{line}}}"
+    return f"`{found[0].strip()}` lacks a colon with a space behind it", f"write `{line}`"
+
+
 def did_you_mean(names: list[str]) -> str:
     """Format names as a question; empty without names."""
     return f"did you mean {' or '.join(names)}?" if names else ""

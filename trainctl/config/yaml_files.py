@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from trainctl.config.check import Setting
 from trainctl.config.reading import read_bytes
-from trainctl.config.suggest import first_line
+from trainctl.config.suggest import first_line, missing_colon
 from trainctl.errors import Finding
 
 UNREADABLE = "TC105"
@@ -40,6 +41,11 @@ class Default:
     source: str
     written: Any
     """The whole line, with Hydra's keywords."""
+
+    @property
+    def is_override(self) -> bool:
+        """Whether the line changes the option of a group that another file has chosen."""
+        return bool(self.group) and "override" in str(next(iter(self.written))).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,12 @@ def _parse_document(text: str, shown: str) -> YamlDocument:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
-        written = "".join(text.splitlines()[line - 1 : line]) if line else ""
+        lines = text.splitlines()
+        line = _line_of_error(error, lines)
+        written = "".join(lines[line - 1 : line]) if line else ""
+        slip = missing_colon(written)
+        if slip is not None:
+            return _unreadable_finding(shown, f"is not valid YAML: {slip[0]}", line, slip[1])
         hint = _yaml_hint(str(error.problem), written)
         return _unreadable_finding(shown, f"is not valid YAML: {error.problem}", line, hint)
     except yaml.YAMLError as error:
@@ -119,12 +129,29 @@ def _parse_document(text: str, shown: str) -> YamlDocument:
         return _unreadable_finding(shown, f"is not a usable mapping: {first_line(error)}")
 
 
+def _line_of_error(error: yaml.MarkedYAMLError, lines: Sequence[str]) -> int | None:
+    """Return the line of a mistake, which the parser often notices further below."""
+    if error.problem_mark is None:
+        return None
+    stopped = line = int(error.problem_mark.line) + 1
+    opened = str(error.context).endswith(("flow sequence", "flow mapping", "quoted scalar"))
+    if opened and error.context_mark is not None:
+        return int(error.context_mark.line) + 1
+    for above in range(min(stopped, len(lines)), 0, -1):
+        written = lines[above - 1].partition("#")[0].strip()
+        if missing_colon(written):
+            line = above
+        elif written and above != stopped:
+            break
+    return line
+
+
 _CAUSES = (
     (
         ("mapping values are not allowed",),
         'a value with ": " in it stands in quotes, and each key in a line of its own',
     ),
-    (("',' or",), "close the bracket that was opened in this line or above it"),
+    (("',' or",), "close the bracket that is opened in this line"),
     (("cannot start any token",), "put a value that begins with @, ` or % in quotes"),
     (
         ("expected key", "block end"),
@@ -133,7 +160,7 @@ _CAUSES = (
     (("alias", "anchor"), "put a value that begins with * or & in quotes"),
     (
         ("quoted scalar", "unexpected end"),
-        "close the quotes that were opened in this line or above it",
+        "close the quotes that are opened in this line",
     ),
     (("another document",), "leave out the line of ---: a file holds one document"),
     (("",), "look at this line and the one above it: colons, quotes, brackets, indentation"),
@@ -209,7 +236,9 @@ def _read_mapping(loader: Any, node: yaml.Node | None, shown: str) -> YamlDocume
     if node is None:
         return YamlDocument()
     if not isinstance(node, yaml.MappingNode):
-        return _unreadable_finding(shown, "must hold `key: value` lines", _line_number(node))
+        slip = missing_colon(str(node.value)) or ("", "")
+        what = "must hold `key: value` lines"
+        return _unreadable_finding(shown, what, _line_number(node), slip[1])
     settings: list[Setting] = []
     defaults: list[Default] = []
     findings: list[Finding] = []
@@ -247,7 +276,7 @@ def _read_settings(
         raise ValueError(f"it sets more than {MOST_SETTINGS:,} keys")
     value = loader.construct_object(node, deep=True)
     text = node.value if isinstance(node, yaml.ScalarNode) else None
-    settings.append(Setting(path, value, source, text))
+    settings.append(Setting(path, value, source, text, f"{shown}:{_line_number(node)}"))
 
 
 def _read_defaults(

@@ -379,6 +379,7 @@ class TrainingConfig:
         "Batch size ramp: a list of {until_steps or until_tokens, global_batch_size}, each up to "
         "that point of the run; training.global_batch_size applies after the last entry.",
         example="[{until_steps: 500, global_batch_size: 64}]",
+        unit="optimizer steps, tokens and sequences",
     )
     evaluate_every_steps: int | None = option(
         None,

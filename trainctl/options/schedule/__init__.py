@@ -111,6 +111,7 @@ class WithMilestones(WithDrops):
         "Points at which `milestones` drops the learning rate: updates since the start of the "
         "run, or tokens with unit=tokens; empty uses milestone_fractions.",
         example="[8000,9000]",
+        unit="optimizer steps or tokens",
     )
     milestone_fractions: list[float] = option(
         [0.8, 0.9],
