@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "trainctl"
 
 # Rooms that share a set do not import each other, except where ALSO says so.
 ORDER = [
-    {"errors"},
+    {"child_processes", "errors"},
     {"untrusted"},
     {"models"},
     {"config"},

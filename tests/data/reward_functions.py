@@ -42,3 +42,16 @@ def misbehave(prompt: str, answer: str, columns: Mapping[str, Any]) -> Any:
         case "print":
             print("{}", flush=True)
     return columns["tokens"] if "tokens" in columns else columns["answer_tokens"]
+
+
+def write_to_its_parent(prompt: str, answer: str, columns: Mapping[str, Any]) -> float:
+    """Write what the prompt says to the connection, or fork, and return the answer as a number."""
+    if prompt == "fork":
+        os.fork()
+    for link in Path("/proc/self/fd").iterdir() if prompt else ():
+        try:
+            if str(link.readlink()).startswith("socket:"):
+                os.write(int(link.name), bytes.fromhex(prompt))
+        except (OSError, ValueError):
+            continue
+    return float(answer)

@@ -102,7 +102,7 @@ def test_a_bad_function_is_a_record_and_the_next_answer_is_scored(
     assert sorted(reasons) == [1, 2, 3, 4, 5, 6, 7, 10]  # None is no failure
     assert "ValueError: no answer to" in reasons[1]
     assert "reward_functions.py:" in reasons[1]
-    assert reasons[3] == "ended its process with exit code 7"
+    assert reasons[3] == "ended with exit code 7"
     assert reasons[4] == "took more than 1 s"
     assert reasons[5] == "takes more than objective.reward_memory"
     assert "'1.0', which is no finite number" in reasons[6]
@@ -110,6 +110,21 @@ def test_a_bad_function_is_a_record_and_the_next_answer_is_scored(
     assert not any("hunter2" in str(fields) for _, fields in records)
     hung = int((tmp_path / "pid").read_text())
     assert not is_running_in_group(hung)
+
+
+def test_no_reward_is_that_of_another_answer(in_folder: Path) -> None:
+    """A fork that falls through, a message that never ends, one of 2 GB, one that is no object."""
+    prompts = ["", "fork", "", "00000fff", "", "7fffffff", "", "000000025b5d", ""]
+    answers = [SampledAnswer(prompt, str(n), {}, n) for n, prompt in enumerate(prompts)]
+    rewards = {"own": reward("function", call="reward_functions:write_to_its_parent")}
+    records: list[dict[str, Any]] = []
+    chosen = section(rewards, reward_timeout=1.0)
+    with RewardProcesses(chosen, lambda kind, **fields: records.append(fields)) as started:
+        found = [each["own"] for each in started.score(answers)]
+    assert found == [0.0, 1.0, 2.0, 0.0, 4.0, 0.0, 6.0, 0.0, 8.0]
+    (record,) = records
+    assert record["reason"] == "sent what is no reply to its question"
+    assert (record["first_answer"], record["count"]) == (3, 3)
 
 
 def is_running_in_group(group: int) -> bool:

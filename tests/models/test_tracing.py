@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -85,9 +86,12 @@ def test_two_that_ask_at_once_leave_one_answer(
 
 
 def python_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for the process that imports torch: a shell that does something."""
+    """Stand in for the process that imports torch: its reply is an expression."""
     program = folder / "python"
-    program.write_text(f"#!/bin/sh\ncat > /dev/null\n{does}\n")
+    program.write_text(
+        f"#!{sys.executable}\nimport time\nfrom trainctl.child_processes import serve\n"
+        f"serve(lambda question: {does})\n"
+    )
     program.chmod(0o755)
     monkeypatch.setattr(tracing.sys, "executable", str(program))
     monkeypatch.setattr(tracing, "PROGRESS_SECONDS", 1)
@@ -98,7 +102,7 @@ def python_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_whoever_waits_for_a_model_s_code_sees_for_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    python_that('sleep 1.2; echo \'{"found": ["a"]}\'', tmp_path, monkeypatch)
+    python_that('time.sleep(1.2) or b\'{"found": ["a"]}\'', tmp_path, monkeypatch)
     assert tracing.anatomy_in_child(to_plain(config_of(tmp_path))) == ["a"]
     first, *others = capsys.readouterr().err.splitlines()
     assert first == "reading hf by its own code, once: torch and transformers are imported"
@@ -110,8 +114,8 @@ def test_whoever_waits_for_a_model_s_code_sees_for_what(
 def test_a_model_s_code_that_does_not_end_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python_that("exec sleep 60", tmp_path, monkeypatch)
+    python_that("time.sleep(60)", tmp_path, monkeypatch)
     monkeypatch.setattr(tracing, "SECONDS", 1)
     with pytest.raises(TrainctlError) as caught:
         tracing.anatomy_in_child(to_plain(config_of(tmp_path)))
-    assert "not done after 1 s" in caught.value.findings[0].message
+    assert "its process took more than 1 s" in caught.value.findings[0].message

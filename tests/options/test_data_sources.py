@@ -8,6 +8,7 @@ import os
 import signal
 import struct
 import tarfile
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -215,6 +216,13 @@ def test_what_else_ends_the_reading_process_is_reported(tmp_path):
     assert caught.value.exit_code == ExitCode.environment and not isinstance(
         caught.value, DamagedFile
     )
+
+
+def test_a_reading_process_that_hangs_is_reported(monkeypatch):
+    monkeypatch.setattr("trainctl.readers.tables.SECONDS", 0.5)
+    with pytest.raises(TrainctlError, match=r"read 20 gave nothing for 0\.5 s") as caught:
+        [*read_in_process(time.sleep, 20)]
+    assert caught.value.exit_code == ExitCode.environment
 
 
 def test_readings_may_be_left_and_mixed(tmp_path):

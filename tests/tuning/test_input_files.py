@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ import pytest
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerFromPath
+from trainctl.models import tracing
 from trainctl.plans.shapes import all_tensors
-from trainctl.tuning.input_files import check_model_files, check_tokenizer_files
+from trainctl.tuning.input_files import (
+    _compare_by_transformers,
+    check_model_files,
+    check_tokenizer_files,
+)
 
 SHAPES = {tensor.name: tensor.shape for tensor in all_tensors(ModelConfig())}
 
@@ -178,6 +184,20 @@ def tokenizer(folder: Path, *tokens: str) -> TokenizerFromPath:
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     found: TokenizerFromPath = new_section("tokenizer", "hf", path=str(folder))
     return found
+
+
+def test_a_model_s_code_that_hangs_is_a_problem_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 30\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(tracing, "SECONDS", 1)
+    monkeypatch.setattr(tracing, "PROGRESS_SECONDS", 1)
+    problems, unused = _compare_by_transformers(ModelConfig(), tmp_path)
+    assert problems == ["their names cannot be told: its process took more than 1 s: no word"]
+    assert unused == []
 
 
 def test_a_tokenizer_is_held_against_the_vocabulary(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 A reward is the user's code, or follows what the model wrote: it may raise, hang, fill the memory or
 end its process. So a process of its own computes it, within limits, and whatever goes wrong is a
-record `reward_failed`; the process is started again. Both sides exchange JSON over a socket pair,
-so nothing that comes back can run code here.
+record `reward_failed`; the process is started again. Both sides exchange JSON
+(`trainctl.child_processes`), so nothing that comes back can run code here.
 
 Rewards are functions of the row alone, so rank 0 computes those of the global batch for all ranks,
 and no layout changes them.
@@ -15,20 +15,16 @@ import json
 import math
 import os
 import resource
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn, Self
 
+from trainctl.child_processes import ChildProcess, NoReply, parse_object, serve
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import function_of
 from trainctl.config.secrets import redact_text
@@ -47,7 +43,12 @@ _EXCERPT = 200
 _MOST_RECORDS = 10
 """Maximum records of a step: a reason may name the answer, and then each has one of its own."""
 
-_COMMAND = "from trainctl.data.rewards import serve; serve({}, {})"
+_MOST_CHARACTERS = 10_000
+"""Maximum characters of an error that a process sends."""
+
+_REPLY_BYTES = 1 << 20
+
+_COMMAND = "from trainctl.data.rewards import serve_reward; serve_reward({})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ def weighted_sum(section: RewardsConfig, rewards: Mapping[str, float | None]) ->
 
 
 class _RewardProcess:
-    """One process of a reward, started again when it is needed after it has ended."""
+    """One process of a reward, started again when it is needed after it has failed."""
 
     def __init__(self, name: str, reward: RewardSection, section: RewardsConfig) -> None:
         self._name, self._section = name, section
@@ -185,20 +186,11 @@ class _RewardProcess:
         self._start()
 
     def _start(self) -> None:
-        ours, its = socket.socketpair()
-        with its:
-            # A group of its own: what the reward started ends with it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _COMMAND.format(its.fileno(), os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[its.fileno()],
-                start_new_session=True,
-            )
-        self._connection = Connection(ours.detach())
+        command = ["-c", _COMMAND.format(os.getpid())]
+        self._process = ChildProcess(command, has_own_session=True)
         self._is_loaded = False
-        with suppress(OSError):  # it has ended already: the next message tells
-            self._send(self._setup)
+        with suppress(NoReply):  # it has ended already: the next message tells
+            self._process.send(json.dumps(self._setup).encode(), _START_SECONDS)
 
     def wait_until_loaded(self) -> None:
         """Wait until the process can score answers.
@@ -210,78 +202,58 @@ class _RewardProcess:
             return
         key = f"objective.rewards.{self._name}"
         try:
-            answer = self._receive(_START_SECONDS)
-        except _NoAnswer as failed:
+            match parse_object(self._process.receive(_START_SECONDS, _REPLY_BYTES)):
+                case {"error": str(error), "hint": str(hint), "exit_code": int(code)}:
+                    raise TrainctlError(f"{key}: {error}", hint=hint, exit_code=ExitCode.of(code))
+                case {"is_loaded": True}:
+                    self._is_loaded = True
+                case _:
+                    raise NoReply("sent a reply of another kind")
+        except NoReply as failed:
             raise MachineError(
                 f"{key} cannot be loaded: its process {failed}",
                 hint="objective.reward_memory gives it more memory, if its packages need that",
             ) from None
-        if "error" in answer:
-            raise TrainctlError(
-                f"{key}: {answer['error']}",
-                hint=answer["hint"],
-                exit_code=ExitCode(answer["exit_code"]),
-            )
-        self._is_loaded = True
 
     def score(self, answer: SampledAnswer) -> float | str | None:
         """Return the reward of an answer, or as text why it has failed."""
+        columns = {**answer.columns, ANSWER_TOKENS: answer.tokens}
+        question = {"prompt": answer.prompt, "answer": answer.text, "columns": columns}
         try:
-            if self._process.poll() is not None and not self._is_closed:
-                self.kill(starts_again=True)
+            if not self._is_closed and self._is_loaded and not self._process.is_idle:
+                self._restart()
             self.wait_until_loaded()
-            columns = {**answer.columns, ANSWER_TOKENS: answer.tokens}
-            self._send({"prompt": answer.prompt, "answer": answer.text, "columns": columns})
-            found = self._receive(self._section.reward_timeout)
-        except TrainctlError as error:
-            return error.message
-        except (_NoAnswer, OSError) as failed:
-            reason = str(failed) if isinstance(failed, _NoAnswer) else self._ending()
-            if not self._is_closed:
-                self.kill(starts_again=True)
-            return reason
-        scored: float | str | None = found["failed"] if "failed" in found else found["reward"]
-        return scored
+            seconds = self._section.reward_timeout
+            return _reward_in(self._process.ask_json(question, seconds, _REPLY_BYTES))
+        except (NoReply, TrainctlError) as failed:
+            self._restart()
+            return str(failed)
 
-    def kill(self, *, starts_again: bool = False) -> None:
-        """Kill the process and what it started."""
-        self._is_closed = not starts_again
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._connection.close()
-        if starts_again:
+    def _restart(self) -> None:
+        if not self._is_closed:
+            self._process.kill()
             self._start()
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        self._connection.send_bytes(json.dumps(message).encode())
-
-    def _receive(self, seconds: float) -> dict[str, Any]:
-        """Return the next message.
-
-        Raises:
-            _NoAnswer: The process has ended, or sends none in time.
-        """
-        try:
-            if not self._connection.poll(seconds):
-                raise _NoAnswer(f"took more than {seconds:g} s")
-            message: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            raise _NoAnswer(self._ending()) from None
-        return message
-
-    def _ending(self) -> str:
-        """Describe how the process ended; its end of the connection is closed."""
-        with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(1.0)
-            if code >= 0:
-                return f"ended its process with exit code {code}"
-            return f"ended its process by {signal.Signals(-code).name}"
-        return "closed its connection"
+    def kill(self) -> None:
+        """Kill the process and what it started."""
+        self._is_closed = True
+        self._process.kill()
 
 
-class _NoAnswer(Exception):
-    """A process that gives no answer; the message says why."""
+def _reward_in(reply: dict[str, Any]) -> float | str | None:
+    """Return the reward in a reply, or as text why it has failed.
+
+    Raises:
+        NoReply: It has neither.
+    """
+    match reply:
+        case {"failed": str(reason)}:
+            return reason
+        case {"reward": None}:
+            return None
+        case {"reward": float(number)} if math.isfinite(number):
+            return number
+    raise NoReply("sent a reply without a reward")
 
 
 def load_reward_function(section: FunctionRewardConfig) -> Score:
@@ -294,45 +266,50 @@ def load_reward_function(section: FunctionRewardConfig) -> Score:
     return partial(function, **section.arguments)
 
 
-def serve(descriptor: int, parent: int) -> NoReturn:
-    """Load the reward that the first message describes, and score answers until the parent ends.
+def serve_reward(parent: int) -> NoReturn:
+    """Load the reward that the first question describes, and score answers until the parent ends.
 
     Args:
-        descriptor: Socket of the connection to the parent.
         parent: Process id of the parent.
     """
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    with suppress(EOFError, OSError), Connection(descriptor) as connection:
-        _serve(connection)
-    os._exit(0)
+    score: Score | None = None
+
+    def answer(question: bytes) -> bytes:
+        nonlocal score
+        asked = json.loads(question)
+        reply: dict[str, Any]
+        if score is None:
+            score, reply = _load(asked)
+        else:
+            reply = _score(score, asked)
+        return json.dumps(reply).encode()
+
+    serve(answer)
 
 
-def _serve(connection: Connection) -> None:
-    def send(**fields: Any) -> None:
-        connection.send_bytes(json.dumps(fields).encode())
-
-    setup = json.loads(connection.recv_bytes())
+def _load(setup: Mapping[str, Any]) -> tuple[Score | None, dict[str, Any]]:
+    """Return the reward, and the reply that it is loaded or why it is not."""
     _limit_memory(setup["memory"])
     make_importable(Path(setup["folder"]))
     try:
         section = from_plain(RewardSection, setup["reward"])
-        score: Score = function_of("reward", section.kind)(section)
+        return function_of("reward", section.kind)(section), {"is_loaded": True}
     except TrainctlError as error:
-        send(error=error.message, hint=error.hint, exit_code=int(error.exit_code))
-        return
+        problem = error
     except (Exception, SystemExit) as error:
-        send(error=in_words(error), hint="", exit_code=int(ExitCode.bad_input))
-        return
-    send()
-    while True:
-        request = json.loads(connection.recv_bytes())
-        try:
-            send(reward=_checked(score(request["prompt"], request["answer"], request["columns"])))
-        except MemoryError:
-            send(failed="takes more than objective.reward_memory")
-        except (Exception, SystemExit) as error:
-            send(failed=in_words(error))
+        problem = TrainctlError(in_words(error))
+    text, code = problem.message[:_MOST_CHARACTERS], int(problem.exit_code)
+    return None, {"error": text, "hint": problem.hint, "exit_code": code}
+
+
+def _score(score: Score, asked: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {"reward": _checked(score(asked["prompt"], asked["answer"], asked["columns"]))}
+    except MemoryError:
+        return {"failed": "takes more than objective.reward_memory"}
+    except (Exception, SystemExit) as error:
+        return {"failed": in_words(error)[:_MOST_CHARACTERS]}
 
 
 def _limit_memory(most_bytes: int) -> None:

@@ -3,23 +3,24 @@
 A template is code of whoever published the tokenizer. Jinja's sandbox keeps it from files and
 modules, but not from computing forever or filling the memory, and a single call into C cannot be
 interrupted within the process. So a fork of this process renders: it has all modules imported, and
-answers requests over a pipe, one after the other.
+answers requests (`trainctl.child_processes`), one after the other.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import resource
 import signal
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 from typing import Any, NoReturn
 
+from trainctl.child_processes import Channel, NoReply, ReplyTimeout, parse_object, serve
 from trainctl.errors import TrainctlError
 
 SECONDS = 10.0
@@ -35,6 +36,10 @@ CHARACTERS_FOR_BYTE = 20
 """The longest text has `CHARACTERS`, and this many more per byte of the request, since a
 template may repeat parts of the conversation.
 """
+
+REPLY_BYTES = 1 << 20
+REPLY_BYTES_FOR_CHARACTER = 40
+"""Limit of a reply: a character of the longest text takes 12 bytes as JSON, a span more."""
 
 TEMPLATE_ERRORS = (
     ArithmeticError,
@@ -60,7 +65,7 @@ class _Renderer:
     owner: int
     """Process id of the parent. Another process forks its own renderer."""
     pid: int
-    connection: Connection
+    channel: Channel
 
 
 _lock = Lock()
@@ -91,29 +96,24 @@ def render(
     request = pickle.dumps(
         (template, list(chat), [*tools] or None, dict(variables), prompts, marks)
     )
+    limit = REPLY_BYTES + REPLY_BYTES_FOR_CHARACTER * _most_characters(request)
     with _lock:
         renderer = _get_renderer()
         try:
-            kind, *found = _send_request(renderer.connection, request)
-        except BaseException:  # also an interrupt: a late answer would be the next text's
+            reply = parse_object(renderer.channel.ask(request, SECONDS, limit))
+        except BaseException as error:  # also an interrupt: the renderer is at work on this text
             _kill_renderer(renderer)
+            if isinstance(error, ReplyTimeout):
+                raise _limit_error(f"does not end within {SECONDS:g} s") from None
+            if isinstance(error, NoReply):
+                raise _limit_error("ended the process that rendered it") from None
             raise
-    if kind == "refused":
-        raise RefusedByTemplate(found[0])
-    if kind == "out of bounds":
-        raise _limit_error(found[0])
-    return found[0], found[1]
-
-
-def _send_request(connection: Connection, request: bytes) -> Sequence[Any]:
-    try:
-        connection.send_bytes(request)
-        if not connection.poll(SECONDS):
-            raise _limit_error(f"does not end within {SECONDS:g} s")
-        answer: Sequence[Any] = connection.recv()
-    except (EOFError, OSError):
-        raise _limit_error("ended the process that rendered it") from None
-    return answer
+    match reply:
+        case {"text": str(text), "spans": list(spans)}:
+            return text, [(begin, end) for begin, end in spans]
+        case {"refused": str(reason)}:
+            raise RefusedByTemplate(reason)
+    raise _limit_error(str(reply.get("out of bounds")))
 
 
 def _limit_error(what: str) -> TrainctlError:
@@ -128,12 +128,12 @@ def _get_renderer() -> _Renderer:
     """Return this process's renderer, and fork it first if there is none."""
     global _renderer
     if _renderer is None or _renderer.owner != os.getpid():
-        ours, its = Pipe()
+        ours, its = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             _serve_requests(its)
         its.close()
-        _renderer = _Renderer(os.getpid(), pid, ours)
+        _renderer = _Renderer(os.getpid(), pid, Channel(ours))
     return _renderer
 
 
@@ -141,15 +141,14 @@ def _kill_renderer(renderer: _Renderer) -> None:
     """Kill a renderer that did not answer; the next text forks another one."""
     global _renderer
     _renderer = None
-    renderer.connection.close()
+    renderer.channel.close()
     os.kill(renderer.pid, signal.SIGKILL)
     os.waitpid(renderer.pid, 0)
 
 
-def _serve_requests(connection: Connection) -> NoReturn:
+def _serve_requests(connection: socket.socket) -> NoReturn:
     """Answer requests until the parent process has ended."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
@@ -158,13 +157,12 @@ def _serve_requests(connection: Connection) -> NoReturn:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-        while True:
-            connection.send(_render_request(connection.recv_bytes()))
+        serve(lambda request: json.dumps(_render_request(request)).encode(), connection)
     except BaseException:
         os._exit(1)
 
 
-def _render_request(request: bytes) -> tuple[Any, ...]:
+def _render_request(request: bytes) -> dict[str, Any]:
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -179,13 +177,15 @@ def _render_request(request: bytes) -> tuple[Any, ...]:
             **variables,
         )
     except MemoryError:
-        return "out of bounds", f"takes more than {MEMORY_BYTES >> 20:,} MiB"
+        return {"out of bounds": f"takes more than {MEMORY_BYTES >> 20:,} MiB"}
     except (TemplateError, *TEMPLATE_ERRORS) as error:
-        return "refused", str(error)
-    most = CHARACTERS + CHARACTERS_FOR_BYTE * len(request)
-    if len(texts[0]) > most:
-        return (
-            "out of bounds",
-            f"makes {len(texts[0]):,} characters of a conversation, and at most {most:,} are taken",
-        )
-    return "text", texts[0], spans[0] if marks else []
+        return {"refused": str(error)[:CHARACTERS]}
+    count, most = len(texts[0]), _most_characters(request)
+    if count > most:
+        found = f"makes {count:,} characters of a conversation, and at most {most:,} are taken"
+        return {"out of bounds": found}
+    return {"text": texts[0], "spans": spans[0] if marks else []}
+
+
+def _most_characters(request: bytes) -> int:
+    return CHARACTERS + CHARACTERS_FOR_BYTE * len(request)

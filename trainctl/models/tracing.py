@@ -19,9 +19,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import cache
@@ -29,6 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from trainctl.child_processes import ChildProcess, NoReply, parse_object
 from trainctl.errors import ExitCode, Finding, TrainctlError
 
 SECONDS = 600
@@ -158,39 +159,49 @@ def _ask_process(question: Question, config: Config, folder: Path) -> Any:
     name = config["model"]["name"]
     _print_progress(f"{what} {name} by its own code, once: torch and transformers are imported")
     asked = {"question": question.value, "config": config, "folder": str(folder)}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "trainctl.train.models.inspection_entry"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-    )
-    question_text: str | None = json.dumps(asked)
-    with process:
-        try:
-            for seconds in range(PROGRESS_SECONDS, SECONDS + 1, PROGRESS_SECONDS):
-                try:
-                    answered, said = process.communicate(question_text, timeout=PROGRESS_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    question_text = None  # it has been sent
-                    _print_progress(f"  {what} {name}: {seconds} s")
-            else:
-                raise _not_traced_error(config, f"not done after {SECONDS} s")
-        except BaseException:
-            process.kill()
-            raise
     try:
-        answer = json.loads(answered.splitlines()[-1])
-    except (ValueError, IndexError):
-        last = (said.strip().splitlines() or ["no word"])[-1]
-        raise _not_traced_error(
-            config, f"its process ended with {process.returncode}: {last[:300]}"
-        ) from None
-    if "errors" in answer:
-        raise TrainctlError.from_findings([_finding_from_json(each) for each in answer["errors"]])
-    return answer["found"]
+        answer = ask_inspection(
+            asked, lambda seconds: _print_progress(f"  {what} {name}: {seconds} s")
+        )
+        if "errors" in answer:
+            errors = [_finding_from_json(each) for each in answer["errors"]]
+            raise TrainctlError.from_findings(errors)
+        return answer["found"]
+    except (NoReply, LookupError, TypeError, ValueError) as failed:
+        why = f"its process {failed}" if isinstance(failed, NoReply) else "its reply is none"
+        raise _not_traced_error(config, why) from None
+
+
+def ask_inspection(
+    question: Mapping[str, Any], on_wait: Callable[[int], object] = lambda seconds: None
+) -> dict[str, Any]:
+    """Return the answer of a process with torch (`trainctl.train.models.inspection_entry`).
+
+    Args:
+        on_wait: Called every `PROGRESS_SECONDS` with the seconds so far.
+
+    Raises:
+        NoReply: With the last line that the process printed.
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    command = ["-m", "trainctl.train.models.inspection_entry"]
+    with (
+        tempfile.TemporaryFile() as output,
+        ChildProcess(command, environment=environment, output=output) as process,
+    ):
+        try:
+            process.send(json.dumps(question).encode(), SECONDS)
+            for seconds in range(PROGRESS_SECONDS, SECONDS + 1, PROGRESS_SECONDS):
+                if process.is_readable(PROGRESS_SECONDS):
+                    break
+                on_wait(seconds)
+            else:
+                raise NoReply(f"took more than {SECONDS} s")
+            return parse_object(process.receive(PROGRESS_SECONDS))
+        except NoReply as failed:
+            output.seek(0)
+            lines = output.read().decode(errors="replace").strip().splitlines() or ["no word"]
+            raise NoReply(f"{failed}: {lines[-1][:300]}") from None
 
 
 def _print_progress(line: str) -> None:

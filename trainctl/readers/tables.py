@@ -3,9 +3,8 @@
 pyarrow follows offsets that it finds in a file. Its results are validated before use, but what
 validation misses, and a file truncated while it is mapped, crash the process by SIGSEGV or SIGBUS.
 So a child process reads the tables: only the child dies, and the parent raises an error that names
-the file. Both processes run trainctl and exchange pickles. The parent sends a function with its
-arguments, and the child returns its items. After each item the parent says whether it wants another
-one.
+the file. Both run trainctl and exchange pickles (`trainctl.child_processes`). The parent sends a
+function with its arguments, and then asks for one item after the other.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, BinaryIO
+from typing import Any, NoReturn
 
+from trainctl.child_processes import ChildProcess, NoReply, ReplyTimeout, serve
 from trainctl.config.schema import DataConfig, DataFromRecords
 from trainctl.config.suggest import nearest_names
 from trainctl.errors import ExitCode, MachineError, TrainctlError
@@ -265,40 +263,27 @@ _CRASHES = {
 }
 """Signals by which damaged data kills a process; any other signal has another cause."""
 
-_COMMAND = "from trainctl.readers.tables import serve_requests; serve_requests()"
+_COMMAND = "from trainctl.readers.tables import serve_items; serve_items()"
+
+SECONDS = 600.0
+"""Time limit for one item: far above what `ROWS` rows take, from a slow server too."""
+ITEM_BYTES = 1 << 34
+"""Limit of one item: `ROWS` rows may hold long documents."""
+_STOP = b""
+_NEXT = b"next"
 
 
-class _Process:
+class _Process(ChildProcess):
     """A child process, and the environment it was started with."""
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _COMMAND], stdin=pipe, stdout=pipe
-        )
+        super().__init__(["-c", _COMMAND])
 
-    def send(self, message: Any) -> None:
-        assert self._process.stdin is not None
-        pickle.dump(message, self._process.stdin)
-        self._process.stdin.flush()
-
-    def receive(self) -> tuple[str, Any]:
-        assert self._process.stdout is not None
-        answer: tuple[str, Any] = pickle.load(self._process.stdout)
-        return answer
-
-    def end(self) -> int:
-        """Kill the process and return its exit code, negative for a signal."""
-        self._process.kill()  # no effect if it has ended
-        code = self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            try:
-                stream.close()
-            except OSError:  # a dead process did not read the last message
-                continue
-        return code
+    def item(self) -> tuple[str, Any]:
+        """Return the reply to the last question: its kind, and an item or an error."""
+        reply: tuple[str, Any] = pickle.loads(self.receive(SECONDS, ITEM_BYTES))
+        return reply
 
 
 _idle: dict[int, _Process] = {}
@@ -319,25 +304,34 @@ def read_in_process(
     """
     process = _idle.pop(os.getpid(), None)
     if process is not None and process.environment != os.environ:
-        process.end()
+        process.kill()
         process = None
     process = process or _Process()
     try:
-        process.send((function, file, *rest))
-        kind, value = process.receive()
+        process.send(pickle.dumps((function, file, *rest)), SECONDS)
+        kind, value = process.item()
         while kind == "item":
-            process.send(True)  # the next item is read while this one is used
+            process.send(_NEXT, SECONDS)  # the next item is read while this one is used
             yield value
-            kind, value = process.receive()
+            kind, value = process.item()
     except GeneratorExit:
-        if process.receive()[0] == "item":
-            process.send(False)
-        _idle[os.getpid()] = process
+        try:
+            process.item()
+            process.ask(_STOP, SECONDS)
+            _idle[os.getpid()] = process
+        except NoReply:
+            process.kill()
         raise
-    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-        raise _exit_error(file, process.end()) from None
+    except ReplyTimeout:
+        process.kill()
+        raise MachineError(
+            f"the process that read {file} gave nothing for {SECONDS:g} s",
+            hint="its storage may hang, or the file is made to do that",
+        ) from None
+    except NoReply:
+        raise _exit_error(file, process.kill()) from None
     except BaseException:
-        process.end()
+        process.kill()
         raise
     _idle[os.getpid()] = process
     if kind == "error":
@@ -357,39 +351,21 @@ def _exit_error(file: File, code: int) -> TrainctlError:
     )
 
 
-def serve_requests() -> None:
-    """Answer requests on stdin until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keep library output off the pipe
-    requests = sys.stdin.buffer
-    try:
-        while True:
-            function, *arguments = pickle.load(requests)
-            _answer_request(function, arguments, requests, answers)
-    except (EOFError, BrokenPipeError):
-        os._exit(0)
+def serve_items() -> NoReturn:
+    """Answer questions: start to iterate over what a function returns, go on, or stop."""
+    items: Iterator[Any] = iter(())
 
+    def answer(question: bytes) -> bytes:
+        nonlocal items
+        try:
+            if question == _STOP:
+                items = iter(())  # closes the generator and its files
+            elif question != _NEXT:
+                function, *arguments = pickle.loads(question)
+                items = function(*arguments)
+            reply = next((("item", item) for item in items), ("end", None))
+        except Exception as error:
+            reply = ("error", error)
+        return pickle.dumps(reply)
 
-def _answer_request(
-    function: Callable[..., Iterator[Any]],
-    arguments: list[Any],
-    requests: BinaryIO,
-    answers: BinaryIO,
-) -> None:
-    def send(kind: str, value: Any) -> None:
-        pickle.dump((kind, value), answers)
-        answers.flush()
-
-    items = function(*arguments)
-    try:
-        for item in items:
-            send("item", item)
-            if not pickle.load(requests):
-                return
-    except (EOFError, BrokenPipeError):
-        raise
-    except Exception as error:
-        send("error", error)
-        return
-    send("end", None)
+    serve(answer)

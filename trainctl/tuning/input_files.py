@@ -7,15 +7,13 @@ content is checked too.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from trainctl.child_processes import NoReply
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import ModelConfig, RunConfig, TokenizerFromPath, WeightsKind
@@ -39,6 +37,7 @@ from trainctl.models.tensors import (
     stored_tensors,
 )
 from trainctl.models.tokenizer_files import TokenizerFacts, read_chat_template
+from trainctl.models.tracing import ask_inspection
 from trainctl.options.adapter import low_rank
 from trainctl.options.data import SampleKind, spec_of
 from trainctl.options.objective.distill import DistillConfig
@@ -256,20 +255,12 @@ def _possible_names(name: str) -> Iterator[str]:
 
 def _compare_by_transformers(model: ModelConfig, folder: Path) -> tuple[list[str], list[str]]:
     """Return problems and unused tensors after transformers' renaming, from a child process."""
-    asked = {"model": to_plain(model), "weights": str(folder)}
-    ended = subprocess.run(
-        [sys.executable, "-P", "-m", "trainctl.train.models.inspection_entry"],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-    )
     try:
-        answer = json.loads(ended.stdout.splitlines()[-1])
-        return answer["problems"], answer["unused"]
-    except (ValueError, LookupError, TypeError):
-        last = (ended.stderr.strip().splitlines() or ["no word"])[-1]
-        return [f"their names cannot be told: {last[:300]}"], []
+        answer = ask_inspection({"model": to_plain(model), "weights": str(folder)})
+        return list(answer["problems"]), list(answer["unused"])
+    except (NoReply, LookupError, TypeError) as failed:
+        why = f": its process {failed}" if isinstance(failed, NoReply) else ""
+        return [f"their names cannot be told{why}"], []
 
 
 def _quantized_hint(stored: Mapping[str, StoredTensor]) -> str:

@@ -1,20 +1,18 @@
 """`python -m trainctl.train.models.inspection_entry`: answer a question by a model's own code.
 
 A planning command starts it (`trainctl.models.tracing`, `trainctl.tuning.input_files`), so that the
-command itself imports no torch. The question comes on standard input, and the answer is the last
-line of standard output.
+command itself imports no torch.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
-from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from trainctl.child_processes import serve
 from trainctl.config.codec import from_plain
 from trainctl.config.registry import changed_section
 from trainctl.config.schema import ModelConfig, RunConfig
@@ -23,12 +21,15 @@ from trainctl.models.tensors import stored_tensors
 from trainctl.models.tracing import NOT_TRACED, Question
 
 
-def main() -> None:
-    """Read the question, and write the answer: what was found, or the error."""
-    asked = json.load(sys.stdin)
-    with redirect_stdout(sys.stderr):  # a directory's own code may print
-        answer = _compare_weights(asked) if "weights" in asked else _answer_request(asked)
-    print(json.dumps(answer))
+def main() -> NoReturn:
+    """Answer questions: what was found, or the error."""
+
+    def answer(question: bytes) -> bytes:
+        asked = json.loads(question)
+        found = _compare_weights(asked) if "weights" in asked else _answer_request(asked)
+        return json.dumps(found).encode()
+
+    serve(answer)
 
 
 def _answer_request(asked: dict[str, Any]) -> dict[str, Any]:
