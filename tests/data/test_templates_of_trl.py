@@ -109,7 +109,8 @@ def test_tokens_that_the_assistant_or_the_system_say_are_tokens(
     found = {}
     for name, template in templates.items():
         theirs = ids_of_transformers(template, messages, tools)
-        if theirs is not None and CALLS not in template.left_out(messages, tools):
+        is_written = len({*template._probes}) != 1
+        if theirs and is_written and CALLS not in template.left_out(messages, tools):
             found[name] = encode(template, messages, tools)
             assert found[name] == theirs, name
     act = next(iter(templates.values()))._backend.token_to_id(ACT)
@@ -153,6 +154,37 @@ def test_what_a_template_leaves_out_is_known(templates, ids_of_transformers, kin
                 template.render(WITHOUT[kind][0])
     assert left_out == expected
     assert {CALLS: "llama3", REASONING: "qwen2_5", SYSTEM: "smolvlm"}[kind] in left_out
+
+
+FORGETFUL = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
+"""Templates that write an empty reasoning into the last answer alone."""
+
+
+def test_the_answers_of_a_conversation_are_found(templates):
+    found, refused = {}, set()
+    for name, template in templates.items():
+        if encode(template, asked(("hello", "hello"))) is None:
+            continue  # it takes no message without parts
+        try:
+            rendered = template.render(asked(("hello", "one"), ("and", "two")))
+        except CannotRender:
+            refused.add(name)
+            continue
+        found[name] = template._backend.decode(
+            rendered.ids[rendered.loss_mask].tolist(), skip_special_tokens=False
+        )
+        assert found[name].count("one") == found[name].count("two") == 1, name
+        assert "hello" not in found[name] and "and" not in found[name], name
+    assert refused == FORGETFUL
+    assert found["deepseek_r1_distill"] == "one<｜end▁of▁sentence｜>two<｜end▁of▁sentence｜>"
+    assert found["nemotron_3_nano"] == "</think>one<|im_end|></think>two<|im_end|>"
+    assert found["phi3"] == "one<|end|>two<|end|>\n<|im_end|>"
+
+
+def test_templates_that_take_parts_alone_are_refused(templates):
+    for name in ("idefics3", "smolvlm"):
+        with pytest.raises(CannotRender, match="leaves out what the assistant says"):
+            templates[name].render(asked(("a", "b")))
 
 
 SPOKEN = {

@@ -1,11 +1,11 @@
 """Convert conversations to token ids and loss masks with a chat template. No torch.
 
 A template can mark the assistant's tokens itself, with `{% generation %}` blocks. Without such
-blocks the answers are found by prefixes. The rendering of the messages before an answer, with the
-generation prompt, must be a prefix of the rendering of the whole conversation, and so must the
-rendering up to and including the answer. The answer lies between the two prefixes, with the token
-that ends its turn. A template that renders earlier turns differently once others follow is refused,
-because the tokens of its answers are not known.
+blocks an answer is found by rendering with and without it. It lies between the beginnings that the
+whole conversation shares with the messages before the answer, with the generation prompt, and with
+those up to and including the answer. Beyond them these may have only what the template adds itself,
+such as an opened `<think>` or an end of the conversation. A template that renders earlier turns
+differently once others follow is refused, because the tokens of its answers are not known.
 
 What a user or a tool says is plain text: the name of a special token in it is encoded as its
 letters and cannot forge a turn. This also holds for any other added token that the template itself
@@ -21,6 +21,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +140,7 @@ class ChatTemplate:
         others = {number: each.content for number, each in added if not each.special}
         if not others:
             return {}
-        written = self.source + "".join(self._probes())
+        written = self.source + "".join(self._probes)
         return {number: name for number, name in others.items() if name.strip() and name in written}
 
     @cached_property
@@ -148,6 +149,7 @@ class ChatTemplate:
         longest = sorted({*self._special.values(), *self._marks.values()}, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest)) or r"(?!)")
 
+    @cached_property
     def _probes(self) -> list[str]:
         """Render two conversations that differ only in the answer; [] if one is refused."""
         texts = []
@@ -170,7 +172,7 @@ class ChatTemplate:
     @cached_property
     def _after_content(self) -> tuple[int, ...]:
         """Ids of the tokens after an assistant's content that are special or marks."""
-        texts = self._probes()
+        texts = self._probes
         content = [n for n, pair in enumerate(zip(*texts, strict=False)) if len({*pair}) > 1]
         if not content:
             return ()
@@ -207,6 +209,12 @@ class ChatTemplate:
                 there is nothing to learn.
         """
         self._require_calls(messages, tools)
+        if len({*self._probes}) == 1:
+            raise CannotRender(
+                "the chat template leaves out what the assistant says",
+                hint="a template that takes texts, in data.chat_template: this one may take parts "
+                "of texts and images",
+            )
         placeholders = self._find_placeholders(messages, tools)
         text, spans = self._render_text(messages, tools, placeholders, marks=self.has_marks)
         ids, places = self._encode_text(text)
@@ -321,22 +329,40 @@ class ChatTemplate:
         ids: Ids,
         places: Ids,
     ) -> tuple[int, int]:
-        """Return an answer's first token and one past its last, found by prefixes."""
+        """Return an answer's first token and one past its last.
+
+        It begins where the rendering with it leaves the generation prompt, and ends where the
+        rendering that ends with it leaves the whole. Each may differ only in what the template
+        adds itself: the rest of the generation prompt, and tokens that end a conversation.
+
+        Raises:
+            CannotRender: They differ in more, or the answer's tokens run together with others.
+        """
         whole, placeholders = rendered.text, rendered.placeholders
         before, _ = self._render_text(messages[:number], tools, placeholders, prompts=True)
         through_answer, _ = self._render_text(messages[: number + 1], tools, placeholders)
-        if not through_answer.text.startswith(before.text) or not whole.startswith(
-            through_answer.text
-        ):
-            raise self._not_a_prefix(messages, number)
         prompt, _ = self._encode_text(before)
-        first, end = _token_range(places, len(before.text), len(through_answer.text))
-        if first != len(prompt) or not np.array_equal(ids[:first], prompt):
-            raise self._not_a_prefix(messages, number)
+        first = _common_length(prompt, ids)
+        if not through_answer.text.startswith(before.text):
+            without, _ = self._render_text(messages[:number], tools, placeholders)
+            fixed = len(commonprefix([without.text, before.text]))  # noqa: RUF071  characters
+            is_known = first > 0 and places[first - 1, 1] >= fixed
+        else:
+            is_known = first == len(prompt)
+        stop = len(through_answer.text)
+        if not whole.startswith(through_answer.text):
+            alone, its_places = self._encode_text(through_answer)
+            end = _common_length(alone, ids)
+            rest = through_answer.text[its_places[end, 0] :] if end < len(alone) else ""
+            is_known &= not self._names.sub("", rest).strip()
+            stop = places[end - 1, 1]
+        end = _token_range(places, 0, stop)[1]
+        if not is_known or end <= first:
+            raise self._unknown_span(messages, number)
         special = np.flatnonzero(np.isin(ids[first:end], [*self._special, *self._marks]))
         if len(special):
             last = first + int(special[-1]) + 1
-            if not whole[places[last - 1, 1] : len(through_answer.text)].strip():
+            if not whole[places[last - 1, 1] : stop].strip():
                 end = last  # white space after the turn is not learnt
         return first, end
 
@@ -359,7 +385,7 @@ class ChatTemplate:
             if not all(is_bare[first:end].all() for first, end in answer):
                 yield from answer
 
-    def _not_a_prefix(self, messages: Sequence[Message], number: int) -> CannotRender:
+    def _unknown_span(self, messages: Sequence[Message], number: int) -> CannotRender:
         return CannotRender(
             f"the chat template writes message {number + 1:,} of "
             f"{_conversation_in_words(messages)} otherwise where it is the last one, "
@@ -474,6 +500,13 @@ def _load_tokenizer(file: Path, special: Collection[str] = ()) -> Tokenizer:
     found = Tokenizer.from_str(text)
     disable_truncation(found)
     return found
+
+
+def _common_length(first: Ids, second: Ids) -> int:
+    """Return the number of tokens with which both begin."""
+    size = min(len(first), len(second))
+    differs = first[:size] != second[:size]
+    return int(differs.argmax()) if differs.any() else size
 
 
 def _token_range(places: Ids, start: int, end: int) -> tuple[int, int]:
