@@ -71,6 +71,12 @@ def test_calls_in_pairs_are_counted_too():
     }
 
 
+def test_a_template_of_what_is_learnt_is_looked_for(capsys):
+    write(UNMARKED, *[asked(("a", "b"))] * 9)
+    assert run(["validate", *CHAT, "data=chat", "data.learn=asistant"]) == ExitCode.bad_input
+    assert "data.learn=asistant is none of assistant, last, all" in capsys.readouterr().err
+
+
 def test_a_launch_is_refused_where_calls_vanish(capsys):
     write(WITHOUT_CALLS, *[asked(("what is it?", "it is nothing"))] * 99, CALLING)
     assert run(["validate", *CHAT, "data=chat"]) == ExitCode.bad_input

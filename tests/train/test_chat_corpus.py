@@ -196,7 +196,7 @@ def test_answers_alone_have_labels_and_none_is_lost(tmp_path, template):
     assert first.sum() == len(QUESTIONS)
     tokens = corpus.tokens(corpus.train)[: corpus.train.tokens]
     assert int(tokens.max()) < tokenizer.vocab_size
-    learns = replace(config, data=replace(config.data, learn=Learn.all))
+    learns = replace(config, data=replace(config.data, learn=Learn.all.value))
     everything, whole = learnt(learns, *built(learns))
     assert whole.count("<|im_start|>user") == len(QUESTIONS)
     assert everything.input_ids.tolist() == batch.input_ids.tolist()

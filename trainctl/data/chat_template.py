@@ -32,7 +32,12 @@ from trainctl.data.template_fields import CALLS, TOOLS, with_stand_in_name, with
 from trainctl.data.template_rendering import RefusedByTemplate, Spans, render
 from trainctl.data.tokenizer import disable_truncation
 from trainctl.errors import TrainctlError
-from trainctl.models.tokenizer_files import read_chat_template, special_tokens_of
+from trainctl.models.tokenizer_files import (
+    has_marks,
+    read_chat_template,
+    read_marked_template,
+    special_tokens_of,
+)
 from trainctl.readers.conversations import Learn, Message
 
 if TYPE_CHECKING:
@@ -45,7 +50,6 @@ FORMAT = 3
 """Version of the encoding of conversations. Raising it has all conversations tokenized
 again.
 """
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _UNTRUSTED_ROLES = ("user", "tool")
 """Roles whose text is untrusted: no name in it becomes a special token, nor a token that the
 template writes.
@@ -82,9 +86,10 @@ class _RenderedText:
 class ChatTemplate:
     """A tokenizer with a chat template (Jinja), which encodes conversations.
 
-    `has_marks` tells whether the template marks the assistant's tokens itself. `arguments` are
-    passed to the template beside the messages. `special_tokens` are the names `bos_token`,
-    `eos_token` and so on with their values. `tokenizer` is a file of the tokenizers library.
+    `has_marks` tells whether the assistant's tokens are marked: by the template itself, or by
+    `marked`, the same template with marks. `arguments` are passed to the template beside the
+    messages. `special_tokens` are the names `bos_token`, `eos_token` and so on with their values.
+    `tokenizer` is a file of the tokenizers library.
     """
 
     def __init__(
@@ -93,10 +98,12 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         arguments: Mapping[str, Any] | None = None,
+        marked: str | None = None,
     ) -> None:
         self._file, self.source, self._special_tokens = tokenizer, source, dict(special_tokens)
         self.arguments = dict(arguments or {})
-        self.has_marks = bool(_MARK.search(source))
+        self._marked = source if marked is None else marked
+        self.has_marks = has_marks(self._marked)
 
     @classmethod
     def of(
@@ -104,18 +111,20 @@ class ChatTemplate:
         tokenizer: Path | None,
         named: str | None = None,
         arguments: Mapping[str, Any] | None = None,
+        marked: str | None = None,
     ) -> ChatTemplate:
         """Create the chat template of a tokenizer.
 
         `named` is the file of another template, or the name of one of several that the tokenizer
-        has; None uses the tokenizer's own.
+        has; None uses the tokenizer's own. `marked` is the file of the same template with marks.
 
         Raises:
-            TrainctlError: The tokenizer has no file, or there is no template.
+            TrainctlError: The tokenizer has no file, there is no template, or none with marks.
         """
         source = read_chat_template(tokenizer, named)
+        with_marks = None if marked is None else read_marked_template(marked)
         assert tokenizer is not None
-        return cls(tokenizer, source, special_tokens_of(tokenizer), arguments)
+        return cls(tokenizer, source, special_tokens_of(tokenizer), arguments, with_marks)
 
     @cached_property
     def _backend(self) -> Tokenizer:
@@ -188,6 +197,7 @@ class ChatTemplate:
         """
         settings = [FORMAT, self.source, self._special_tokens]
         settings += [self.arguments] if self.arguments else []
+        settings += [] if self._marked == self.source else [self._marked]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     def render(
@@ -217,6 +227,15 @@ class ChatTemplate:
             )
         placeholders = self._find_placeholders(messages, tools)
         text, spans = self._render_text(messages, tools, placeholders, marks=self.has_marks)
+        if self._marked != self.source:
+            own, _ = self._render_text(messages, tools, placeholders)
+            if own.text != text.text:
+                raise CannotRender(
+                    f"the template of data.learn writes {_conversation_in_words(messages)} "
+                    "otherwise than the chat template",
+                    hint="the chat template with nothing but {% generation %} and "
+                    "{% endgeneration %} added",
+                )
         ids, places = self._encode_text(text)
         if learn is Learn.all:
             return ChatTokens(ids, np.ones(len(ids), dtype=bool))
@@ -391,8 +410,8 @@ class ChatTemplate:
             f"{_conversation_in_words(messages)} otherwise where it is the last one, "
             "or its tokens run together with those before it: which tokens are the answer's is not "
             "known",
-            hint="data.learn=last if it does so with earlier turns alone; or a template with "
-            "{% generation %} around what the assistant says, in data.chat_template",
+            hint="data.learn=last if it does so with earlier turns alone; or data.learn=FILE, with "
+            "the template with {% generation %} around what the assistant says",
         )
 
     def _find_placeholders(
@@ -455,11 +474,11 @@ class ChatTemplate:
             TrainctlError: The template exceeds the limits on time, memory or length of text.
         """
         given = {**self.arguments, **self._special_tokens}
-        refused = []
+        source, refused = self._marked if marks else self.source, []
         with_text = [_with_arguments_as_text(message) for message in chat]
         for messages in (chat, with_text) if with_text != chat else (chat,):
             try:
-                return render(self.source, messages, tools, given, prompts=prompts, marks=marks)
+                return render(source, messages, tools, given, prompts=prompts, marks=marks)
             except RefusedByTemplate as error:
                 refused.append(error)
         raise CannotRender(

@@ -84,13 +84,15 @@ class ChatEncoder(_RecordEncoder[ChatConfig]):
 
     def __init__(self, section: ChatConfig, tokenizer: Tokenizer) -> None:
         super().__init__(section, tokenizer)
-        self._template = _load_template(section, tokenizer)
-        parts = (tokenizer.fingerprint, self._template.fingerprint, section.learn.value)
+        is_file = section.learn not in {each.value for each in Learn}
+        self._learn = Learn.assistant if is_file else Learn(section.learn)
+        self._template = _load_template(section, tokenizer, section.learn if is_file else None)
+        parts = (tokenizer.fingerprint, self._template.fingerprint, self._learn.value)
         self.fingerprint = " ".join(parts)
 
     def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
         messages, tools = record["messages"], record.get("tools")
-        found = self._template.render(messages, tools, self._section.learn, record.get("learned"))
+        found = self._template.render(messages, tools, self._learn, record.get("learned"))
         return found.ids, found.loss_mask
 
 
@@ -257,8 +259,11 @@ class TextEncoder(SimilarEncoder):
         return label
 
 
-def _load_template(section: TemplateConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    return ChatTemplate.of(tokenizer.file, section.chat_template, section.template_arguments)
+def _load_template(
+    section: TemplateConfig, tokenizer: Tokenizer, marked: str | None = None
+) -> ChatTemplate:
+    named, arguments = section.chat_template, section.template_arguments
+    return ChatTemplate.of(tokenizer.file, named, arguments, marked)
 
 
 def _require_tokens(ids: Sequence[Ids], text: str) -> None:

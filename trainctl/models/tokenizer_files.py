@@ -15,6 +15,7 @@ name, from that list or from the files in `additional_chat_templates`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,9 +213,9 @@ def read_chat_template(tokenizer: Path | None, named: str | None = None) -> str:
         )
     if named is not None:
         by_name = _by_name(tokenizer)
-        return by_name[named] if named in by_name else _read_template(Path(named).expanduser())
+        return by_name[named] if named in by_name else read_template_file(Path(named).expanduser())
     if tokenizer.with_name(_FILE).is_file():
-        return _read_template(tokenizer.with_name(_FILE))
+        return read_template_file(tokenizer.with_name(_FILE))
     said = read_neighbour_file(tokenizer, _CONFIG).get("chat_template")
     if isinstance(said, list):
         by_name = _by_name(tokenizer)
@@ -244,7 +245,7 @@ def _by_name(tokenizer: Path) -> dict[str, str]:
         if isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
     }
     files = sorted((tokenizer.parent / _FOLDER).glob("*.jinja"))
-    return found | {file.stem: _read_template(file) for file in files}
+    return found | {file.stem: read_template_file(file) for file in files}
 
 
 def special_tokens_of(tokenizer: Path) -> dict[str, str]:
@@ -265,7 +266,41 @@ def special_tokens_of(tokenizer: Path) -> dict[str, str]:
     return found
 
 
-def _read_template(file: Path) -> str:
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def has_marks(template: str) -> bool:
+    """Return True if a template marks what the assistant says, with `{% generation %}`."""
+    return bool(_MARK.search(template))
+
+
+def read_marked_template(name: str) -> str:
+    """Return the template in the file that `data.learn` names.
+
+    Raises:
+        TrainctlError: There is no such file, or it has no marks.
+    """
+    file, choices = Path(name).expanduser(), "assistant, last, all"
+    if not file.is_file():
+        raise TrainctlError(
+            f"data.learn={name} is none of {choices}, and no file of Jinja",
+            hint=f"one of {choices}; or the chat template with {{% generation %}} in it, as a file",
+        )
+    template = read_template_file(file)
+    if not has_marks(template):
+        raise TrainctlError(
+            f"data.learn={name} has no {{% generation %}}: it marks nothing",
+            hint="{% generation %} before what the assistant says, {% endgeneration %} after it",
+        )
+    return template
+
+
+def read_template_file(file: Path) -> str:
+    """Return the text of a template's file.
+
+    Raises:
+        TrainctlError: It cannot be read.
+    """
     if file.exists() and not file.is_file():  # reading a pipe would block
         raise TrainctlError(f"the chat template {file} is no regular file")
     try:

@@ -36,7 +36,11 @@ from trainctl.models.tensors import (
     may_be_new,
     stored_tensors,
 )
-from trainctl.models.tokenizer_files import TokenizerFacts, read_chat_template
+from trainctl.models.tokenizer_files import (
+    TokenizerFacts,
+    read_chat_template,
+    read_marked_template,
+)
 from trainctl.models.tracing import ask_inspection
 from trainctl.options.adapter import low_rank
 from trainctl.options.data import SampleKind, spec_of
@@ -46,6 +50,7 @@ from trainctl.plans.mixture import keyed_sources, sources_of
 from trainctl.plans.shapes import all_tensors
 from trainctl.plans.trainable import is_partial
 from trainctl.readers.check import MISSING, check_quality_inputs, check_text
+from trainctl.readers.conversations import Learn
 from trainctl.readers.quality import decontamination_sections
 from trainctl.readers.remote import is_url
 
@@ -489,12 +494,17 @@ def _without_template(config: RunConfig) -> Iterator[Finding]:
         if asks and config.data.factory is None and is_named:
             tokenizer = file(config.tokenizer) if file else None
             if tokenizer is None or tokenizer.is_file():  # another finding reports a missing file
+                learn = getattr(section, "learn", Learn.assistant.value)
+                setting = "chat_template"
                 try:
                     read_chat_template(tokenizer, named)
+                    setting = "learn"
+                    if learn not in {each.value for each in Learn}:
+                        read_marked_template(learn)
                 except TrainctlError as error:
                     yield Finding(
                         rule=NO_TEMPLATE,
-                        key=f"{key}.chat_template",
+                        key=f"{key}.{setting}",
                         message=error.message,
                         hint=error.hint,
                     )

@@ -22,16 +22,18 @@ class ChatConfig(TemplateConfig):
         "Format of a conversation record: messages, prompt (and completion), alpaca or sharegpt; "
         "auto infers it from the record's keys.",
     )
-    learn: Learn = option(
-        Learn.assistant,
-        "Tokens that contribute to the loss: all assistant messages, only the last one, or the "
-        "whole conversation.",
+    learn: str = option(
+        Learn.assistant.value,
+        "Tokens that contribute to the loss: assistant (all its messages), last (its last one), "
+        "all (the whole conversation), or what a file of Jinja marks: the chat template with "
+        "{% generation %} around what the assistant says.",
+        local=True,
     )
     learn_key: str | None = option(
         None,
         "Key of a message that says whether one of the assistant's is learned: 0 or false is not, "
         "1 or true is, as is one without the key. OpenAI's is `weight`, Axolotl's `train`.",
-        needs=(lambda s: s.learn is not Learn.all, "data.learn=assistant or last"),
+        needs=(lambda s: s.learn != Learn.all.value, "data.learn=assistant or last"),
     )
 
 
