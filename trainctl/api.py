@@ -1379,9 +1379,14 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """State, step, loss, exit code and first failure of the newest attempt."""
+        """State, step, loss, exit code and first failure of the newest attempt.
+
+        A run that died when all was saved is written down as finished.
+        """
+        from trainctl.launchers.processes import settle_run
         from trainctl.runs.listing import status_of
 
+        settle_run(self.paths)
         return status_of(self.paths)
 
     @property

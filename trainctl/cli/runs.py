@@ -28,7 +28,12 @@ from trainctl.config.registry import load_spec
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, MachineError, RunStateError, TrainctlError
 from trainctl.launchers.interface import job_log, job_state
-from trainctl.launchers.processes import companion_names, companion_problem, send_rest
+from trainctl.launchers.processes import (
+    companion_names,
+    companion_problem,
+    send_rest,
+    settle_run,
+)
 from trainctl.launchers.stop import ask_to_stop, wait_for_end
 from trainctl.monitor.loggers.delivery import ALERTS, read_cursor
 from trainctl.runs.attempts import config_of
@@ -75,6 +80,8 @@ def list_(
     runs, damaged = find_runs(root)
     for problem in damaged:
         print_message(f"warning: left out: {problem}", style="warning")
+    for run in runs:
+        settle_run(run)
     found = summarise_runs(runs)
     if as_json:
         print_json({"schema": 1, "runs": [summary.to_json() for summary in found]})

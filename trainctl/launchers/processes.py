@@ -26,7 +26,9 @@ from trainctl.config.schema import RunConfig
 from trainctl.errors import StoppedBySignal, TrainctlError
 from trainctl.monitor.loggers.delivery import ALERTS, command, read_cursor
 from trainctl.options.launcher.ssh import SshConfig
+from trainctl.runs.attempts import config_of
 from trainctl.runs.companion import run_companion
+from trainctl.runs.completion import record_completion
 from trainctl.runs.files import ensure_folder
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import name_holder
@@ -206,6 +208,19 @@ def send_rest(run: RunPaths, name: str, config: RunConfig, *, again: bool = Fals
     """
     options = ("--again",) if again and name != MIRROR else ()
     return run_companion(run, name, _command(run, name, config, *options))
+
+
+def settle_run(run: RunPaths) -> bool:
+    """Write down that a run has finished, if it died when its work was done, and have its
+    companions send the last records; return whether it was so.
+    """
+    if not record_completion(run):
+        return False
+    with suppress(TrainctlError):  # the run is finished all the same
+        config = config_of(run)
+        for name in companion_names(config):
+            send_rest(run, name, config)
+    return True
 
 
 def companion_problem(run: RunPaths, name: str) -> str:

@@ -166,26 +166,6 @@ def check_same_model(config: RunConfig, path: Path, warn: Warn) -> None:
     check_optimizer(config, path.name, manifest)
 
 
-def why_done(run: RunPaths, checkpoint: CheckpointInfo, made: RunPlan) -> tuple[str, str] | None:
-    """Return why nothing is left to train, and which change would train on; None if there is."""
-    if checkpoint.step >= made.stop_step:
-        return (
-            f"{run.root} is at step {checkpoint.step:,}, where this launch ends",
-            "a larger training.steps or training.stop_after_steps trains on",
-        )
-    patience, training = checkpoint.patience, made.config.training
-    limit, since = training.stop_patience, patience.get("evaluations_since", 0)
-    if limit is None or since < limit:
-        return None
-    by = f"more than {training.stop_min_delta:g} " if training.stop_min_delta else ""
-    return (
-        f"{run.root} ended at step {checkpoint.step:,}, because in {since:.0f} evaluations the "
-        f"held-out loss was never {by}below {patience['best']:.4f}, that of step "
-        f"{patience['best_step']:,} (training.stop_patience={limit})",
-        "a larger training.stop_patience, or null, trains on",
-    )
-
-
 def compare_with_checkpoint(
     run: RunPaths, checkpoint: CheckpointInfo, made: RunPlan, warn: Warn
 ) -> None:

@@ -26,17 +26,17 @@ from trainctl.launchers.planning import (
     machine_findings,
     plan_config,
 )
-from trainctl.launchers.processes import Process, start_in_background
+from trainctl.launchers.processes import Process, settle_run, start_in_background
 from trainctl.launchers.resume import (
     PlannedResume,
     check_same_model,
     compare_with_checkpoint,
     plan_resume,
-    why_done,
 )
 from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import effective_attempt, ignored_config_findings
 from trainctl.runs.checkpoints import archive_later_checkpoints
+from trainctl.runs.completion import why_done
 from trainctl.runs.directory import (
     DEFAULT_ROOT,
     create_run,
@@ -203,6 +203,7 @@ def resume_run(
             check_same_model(planned.composed.config, checkpoint.path, observer.warn)
             done = why_done(run, checkpoint, planned.assessment.plan)
             if done is not None:
+                settle_run(run)
                 observer.nothing_to_do(*done)
                 return
             compare_with_checkpoint(run, checkpoint, planned.assessment.plan, observer.warn)

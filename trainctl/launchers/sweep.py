@@ -19,7 +19,7 @@ from trainctl.errors import Finding, RunStateError, TrainctlError
 from trainctl.launchers.interface import check
 from trainctl.launchers.planning import compose_config
 from trainctl.launchers.planning import plan_config as make_plan
-from trainctl.launchers.processes import Process, start_in_background
+from trainctl.launchers.processes import Process, settle_run, start_in_background
 from trainctl.launchers.rank_command import user_code_folder
 from trainctl.launchers.resume import require_nothing_saved
 from trainctl.options.launcher import spec_of
@@ -129,6 +129,8 @@ def resume_sweep(
         register_options(Path(record.config_dir), is_trusted=False)
     with hold_lock(RunPaths(folder)):
         left = remaining_runs(folder)
+        if [item for item in left if settle_run(item.run)]:
+            left = remaining_runs(folder)
         observer.remaining(left)
         waiting = [item for item in left if item.next is not SweepAction.leave]
         plans, found = _unzipped(_plan_again(item, record, force=force) for item in waiting)
