@@ -178,6 +178,20 @@ def test_the_margin_of_a_time_limit_learns_from_the_records():
     assert near.is_near()
 
 
+def test_the_margin_counts_what_was_never_seen_by_its_estimate():
+    limit = TimeLimit(60.0, save_seconds=100.0, step_seconds=20.0)
+    assert limit.margin_seconds == 2 * (100 + 20) + 60
+    assert limit.estimates == (
+        "a save is taken to last 100 s and a step is taken to last 20 s, as none was seen yet"
+    )
+    for now in (0.0, 305.0):  # five minutes of an evaluation, which ends at its next batch
+        seconds = {"evaluation": 300.0 if now else 0.0}
+        limit.observe({"event": "step", "attempt": 1, "time": now, "seconds": seconds})
+    limit.observe({"event": "checkpoint", "seconds": 7.0})
+    assert (limit.margin_seconds, limit.estimates) == (2 * (7 + 5) + 60, "")
+    assert TimeLimit(2.0, save_seconds=1e5).margin_seconds == 60, "half of the limit"
+
+
 def test_a_step_that_once_hung_does_not_end_every_later_launch():
     steps = [{"event": "step", "attempt": 1, "time": time} for time in (0.0, 1.0, 8 * 3600.0)]
     limit = TimeLimit(60.0, steps)

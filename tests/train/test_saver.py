@@ -16,7 +16,7 @@ from trainctl.config.schema import CheckpointConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.runs import checkpoints
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.manifest import verify
+from trainctl.runs.manifest import identity_digest, read_manifest, verify
 from trainctl.train.checkpoint import save as saver_module
 from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.save import FAULT_VARIABLE, Saver, write_checkpoint
@@ -52,6 +52,10 @@ def saved_steps(run):
     return [info.step for info in checkpoints.list_checkpoints(run)]
 
 
+def saved_manifest(run, step):
+    return read_manifest(run.checkpoints / checkpoints.checkpoint_name(step))
+
+
 def saved_values(run, step):
     checkpoint = CheckpointReader(run.checkpoints / checkpoints.checkpoint_name(step))
     return checkpoint.read("parameter.0.1", torch.Size([NUMEL]), 0, NUMEL)
@@ -79,6 +83,34 @@ def test_the_next_save_waits_for_the_last(run, process, held):
     saver.wait()
     assert [saved.step for saved in saver.take_saved()] == [1, 2]
     assert saved_steps(run) == [2]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_an_evaluation_finds_reaches_the_committed_checkpoint(run, process, asynchronous):
+    """The best one is kept by a loss that was not known when it was saved."""
+    config = CheckpointConfig(keep=1, asynchronous=asynchronous, best_of="loss")
+    saver = Saver(run, process, PlainState(1.0), config)
+    left = {"hooks": [["evaluation", "after_step"]], "loss": 1.0}
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 4.0)):
+        saver.save({**facts(step), "unfinished": left})
+        before = identity_digest(saved_manifest(run, step)) if not asynchronous else None
+        saver.amend(step, {"metrics": {"loss": loss}, "unfinished": {}}, weights_only=False)
+        saver.wait()
+        assert before in (None, identity_digest(saved_manifest(run, step))), "the same weights"
+    assert saved_steps(run) == [2, 3]
+    assert "step-00000002" in (run.checkpoints / "best").read_text()
+    assert all(verify(info.path) == [] for info in checkpoints.list_checkpoints(run))
+    best, _ = checkpoints.list_checkpoints(run)
+    assert best.metrics == {"loss": 2.0} and not best.is_unfinished
+
+
+def test_a_checkpoint_that_is_gone_is_not_amended(run, process, capsys):
+    saver = Saver(run, process, PlainState(1.0), CheckpointConfig(keep=1))
+    saver.save(facts(1))
+    (run.checkpoints / "step-00000001" / "manifest.json").write_text("{")
+    saver.amend(1, {"metrics": {"loss": 1.0}}, weights_only=False)
+    saver.amend(2, {"metrics": {"loss": 1.0}}, weights_only=False)
+    assert "step-00000001 lacks what its evaluation found" in capsys.readouterr().out
 
 
 class OnDevice(torch.Tensor):

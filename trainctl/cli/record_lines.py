@@ -232,8 +232,10 @@ def _reward_failed(event: Event) -> list[str]:
 def _stopping(event: Event) -> list[str]:
     limit = event["within_seconds"]
     within = "" if limit is None else f", within {limit:g} s"
+    estimates = f" ({event['estimates']})" if event.get("estimates") else ""
     return [
-        f"{event['reason']}: saves after this step and ends{within}; another signal ends it at once"
+        f"{event['reason']}{estimates}: saves after this step and ends{within}; another signal "
+        "ends it at once"
     ]
 
 

@@ -38,10 +38,19 @@ class Process:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def sum(self, *values: float) -> list[float]:
-        """Return each value summed over all ranks, in double precision."""
+    def sum(self, *values: float, within: timedelta | None = None) -> list[float]:
+        """Return each value summed over all ranks, in double precision.
+
+        Args:
+            within: Time limit, after which the process group is broken; None is `timeout`.
+
+        Raises:
+            RuntimeError: A rank has not come in time, or is gone.
+        """
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self.control)
+        work = dist.all_reduce(tensor, group=self.control, async_op=within is not None)
+        if work is not None and within is not None:
+            work.wait(within)
         return tensor.tolist()
 
     def any(self, flag: bool) -> bool:

@@ -14,6 +14,8 @@ import psutil
 
 from trainctl.errors import ExitCode, RunStateError, TrainctlError
 from trainctl.launchers.interface import Agents, cancel
+from trainctl.memory.budget import budget
+from trainctl.memory.traced import known_traced_model
 from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import config_of
 from trainctl.runs.directory import last_attempt, run_id
@@ -32,6 +34,7 @@ from trainctl.runs.status import (
     withdraw_request,
     write_status,
 )
+from trainctl.tuning.speed import step_time
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -39,6 +42,12 @@ _SAME_SECONDS = 0.3
 """Signals this close together count as one: `timeout` and other wrappers signal a program and its
 group.
 """
+
+
+_TIME_LIMIT = "the time limit"
+
+_SAVE_BYTES_PER_SECOND = 5e8
+"""Speed assumed for the first save: that of a network file system under load."""
 
 
 class StopHandler:
@@ -108,13 +117,18 @@ class StopHandler:
             run,
             stop_grace_seconds=launcher.stop_grace_seconds,
             interrupt_grace_seconds=launcher.interrupt_grace_seconds if saves else 0.0,
-            limit=TimeLimit(minutes, past, began),
+            limit=TimeLimit(minutes, past, began, **_estimates(plan)),
         )
 
     @property
     def is_stopping(self) -> bool:
         """Whether the launch is to end, at once or when it has saved."""
         return self.end_signal is not None or bool(self.save_reason)
+
+    @property
+    def estimates(self) -> str:
+        """Durations that the time limit had to estimate when it was near; may be empty."""
+        return self._limit.estimates if self.save_reason == _TIME_LIMIT else ""
 
     @property
     def is_cancelled(self) -> bool:
@@ -153,7 +167,7 @@ class StopHandler:
             withdraw_request(self._run, Request.end)
             self._end(signal.SIGTERM)
         if not self.save_reason and self._limit.is_near():
-            self._request_save("the time limit")
+            self._request_save(_TIME_LIMIT)
         if self._save_signal is not None and time.monotonic() > self._save_by:
             self._save_by = float("inf")
             self._end(self._save_signal)
@@ -252,23 +266,33 @@ class TimeLimit:
     """Decides when a launch has to save and end, to be gone before its time limit.
 
     The margin is twice the longest save and twice the longest time between two steps in all the
-    run's records, and a tenth of the limit (at most a minute) for processes to end. Steps make it
-    no more than half of the limit: otherwise, once a step has hung for hours, each launch would end
-    after its first step, to be requeued for ever.
+    run's records, and a tenth of the limit (at most a minute) for processes to end. What was never
+    seen counts by its estimate. An evaluation does not count, since it ends at its next batch.
+    Steps and estimates make the margin no more than half of the limit: otherwise, once a step has
+    hung for hours, each launch would end after its first step, to be requeued for ever.
 
     Args:
         minutes: The limit; None is no limit.
         past: Records of the run so far.
         began: Unix time from which it counts; None is the start of this process.
+        save_seconds: Estimate of a save.
+        step_seconds: Estimate of a step.
     """
 
     def __init__(
-        self, minutes: float | None, past: Iterable[Event] = (), began: float | None = None
+        self,
+        minutes: float | None,
+        past: Iterable[Event] = (),
+        began: float | None = None,
+        *,
+        save_seconds: float = 0.0,
+        step_seconds: float = 0.0,
     ) -> None:
         self._seconds = float("inf") if minutes is None else minutes * 60
         age = time.time() - (psutil.Process().create_time() if began is None else began)
         self._started = time.monotonic() - age
         self._longest_save = self._longest_step = 0.0
+        self._estimated_save, self._estimated_step = save_seconds, step_seconds
         self._last_step: Event | None = None
         for event in past:
             self.observe(event)
@@ -277,7 +301,19 @@ class TimeLimit:
     def margin_seconds(self) -> float:
         """Time before the limit at which the launch is asked to end."""
         margin = 2 * self._longest_save + min(60.0, self._seconds / 10)
-        return margin + min(2 * self._longest_step, max(0.0, self._seconds / 2 - margin))
+        unsure = 2 * (self._longest_step or self._estimated_step)
+        unsure += 0.0 if self._longest_save else 2 * self._estimated_save
+        return margin + min(unsure, max(0.0, self._seconds / 2 - margin))
+
+    @property
+    def estimates(self) -> str:
+        """Durations that count by their estimates, in words; empty if all were seen."""
+        kinds = (
+            ("save", self._longest_save, self._estimated_save),
+            ("step", self._longest_step, self._estimated_step),
+        )
+        found = [f"a {kind} is taken to last {s:.3g} s" for kind, seen, s in kinds if not seen]
+        return f"{' and '.join(found)}, as none was seen yet" if found else ""
 
     def observe(self, event: Event) -> None:
         """Update the longest save and step from a record."""
@@ -286,11 +322,24 @@ class TimeLimit:
         elif event["event"] == "step":
             last, self._last_step = self._last_step, event
             if last is not None and last["attempt"] == event["attempt"]:
-                self._longest_step = max(self._longest_step, event["time"] - last["time"])
+                evaluation = event.get("seconds", {}).get("evaluation", 0.0)
+                between = event["time"] - last["time"] - evaluation
+                self._longest_step = max(self._longest_step, between)
 
     def is_near(self) -> bool:
         """Return True if it is time to save and end."""
         return time.monotonic() - self._started > self._seconds - self.margin_seconds
+
+
+def _estimates(plan: RunPlan) -> dict[str, float]:
+    """Return the estimates of `TimeLimit`; none without a limit, or of a model that is unknown."""
+    traced, model = known_traced_model(plan.config), plan.config.model
+    is_known = traced is not None or not model.needs_trace
+    if plan.config.training.time_limit_minutes is None or model.is_module or not is_known:
+        return {}
+    saved = budget(plan, traced).checkpoint_bytes or 0
+    step_seconds = step_time(plan).seconds
+    return {"save_seconds": saved / _SAVE_BYTES_PER_SECOND, "step_seconds": step_seconds}
 
 
 _POLL_SECONDS = 0.2

@@ -308,6 +308,8 @@ class Uploader:
                 for entry in read_manifest(info.path, self._id)["files"]
             }
             files = [self._send_file(info.path, info.path / name) for name in [*names, MANIFEST]]
+            # Its evaluation may have ended meanwhile; a manifest changed since then is sent next.
+            metrics = read_manifest(info.path, self._id)["metrics"]
         except (ValueError, FileNotFoundError):
             if info.path.is_dir():
                 raise
@@ -325,7 +327,7 @@ class Uploader:
             bytes=sum(file.bytes for file in files),
             files=key,
             manifest=files[-1].sha256,
-            metrics=dict(info.metrics),
+            metrics=metrics,
             kept_for=info.kept_for,
             attempt=info.attempt,
             weights_only=info.weights_only,

@@ -24,7 +24,7 @@ from trainctl.runs import files
 from trainctl.runs.directory import run_id
 from trainctl.runs.files import sync_directory, write_text
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.manifest import NAME, read_manifest
+from trainctl.runs.manifest import NAME, UNFINISHED, read_manifest
 
 LATEST = "latest"
 BEST = "best"
@@ -59,6 +59,8 @@ class CheckpointInfo:
     """State of early stopping: `best`, `best_step`, `evaluations_since`; may be empty."""
     weights_only: bool = False
     """Whether it has the weights alone, so that nothing can resume from it."""
+    is_unfinished: bool = False
+    """Whether an evaluation or another hook of its step was not done: a resume does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ def examine_checkpoints(run: RunPaths, *, weights_only: bool = False) -> list[Ch
                 attempt=manifest.get("attempt", 0),
                 patience=manifest.get("patience", {}),
                 weights_only=weights_only,
+                is_unfinished=bool(manifest.get(UNFINISHED)),
             )
         looks.append(CheckpointStatus(step, path, info, problem))
     return looks

@@ -55,6 +55,14 @@ def is_name_of(name: str, step: int, *, weights_only: bool) -> bool:
     )
 
 
+UNFINISHED = "unfinished"
+"""Manifest entry with the hooks after the step that had not run when the checkpoint was saved, and
+the facts of the step that they read; empty if all had.
+"""
+
+AMENDED = (UNFINISHED, "metrics", "learning_rate", "patience", "callbacks")
+"""Manifest entries that may be replaced once the hooks have run."""
+
 Fragments = dict[str, list[dict[str, Any]]]
 
 
@@ -69,6 +77,23 @@ def write_manifest(folder: Path, fields: Mapping[str, Any]) -> None:
     size = (folder / MANIFEST).stat().st_size
     if size > LARGEST_MANIFEST:
         raise OSError(f"{MANIFEST} has {size:,} bytes, and only {LARGEST_MANIFEST:,} are read")
+
+
+def amend_manifest(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Replace some of the `AMENDED` entries of a committed checkpoint's manifest, atomically.
+
+    Raises:
+        ValueError: The checkpoint is gone or damaged.
+        OSError: The manifest cannot be written; the old one stays.
+    """
+    write_manifest(folder, {**read_manifest(folder), **entries})
+
+
+def identity_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest that stays the same when the manifest is amended."""
+    if UNFINISHED not in manifest:  # of a trainctl that amended none
+        return digest(manifest)
+    return digest({name: value for name, value in manifest.items() if name not in AMENDED})
 
 
 def digest(fields: Mapping[str, Any]) -> str:
@@ -395,6 +420,11 @@ _OPTIONAL: dict[str, Check] = {
     "norms": _list_of(is_finite),
     "ema": _empty_or_has("steps"),
     "learning_rate": _LEARNING_RATE,
+    UNFINISHED: _object_with(
+        {},
+        hooks=_list_of(_tuple_of(_is_text, _is_text)),
+        **dict.fromkeys(("loss", "grad_norm", "factor"), is_finite),
+    ),
     "buffers": _list_of(_BUFFER),
     "base": _is_frozen_base,
     "adapter": lambda value: type(value) is dict and all(map(_is_text, value)),

@@ -22,10 +22,13 @@ from trainctl.plans.mixture import StagedBatches, stages_of_plan
 from trainctl.plans.types import RunPlan
 from trainctl.readers.remote import print_notice
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.manifest import UNFINISHED
 from trainctl.runs.processes import gc_disabled
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import Heartbeat, Phase
+from trainctl.train.callbacks.checkpoints import unfinished_hooks
 from trainctl.train.callbacks.context import Journal, StepState
+from trainctl.train.callbacks.evaluation import EvaluationStopped
 from trainctl.train.callbacks.order import callbacks_of_run
 from trainctl.train.data import BatchPrefetcher
 from trainctl.train.objectives.preferences import attach_reference
@@ -94,14 +97,20 @@ class Trainer:
         try:
             with self._batches, self._times.watch_stalls():
                 self._start()
-                stop = False
+                stop = self._finish_last_step()
                 while not stop and self._session.progress.step < self._session.plan.stop_step:
                     self._make_step()
                     self._callbacks.call("after_step")
-                    stop = self._agree()
+                    self._now.unfinished = self._callbacks.long_hooks(self._now.step)
+                    if self._callbacks.has_long_hooks(self._now.step):
+                        self._checkpoints.save_before_long_hooks()
+                    stop = self._finish_step()
                 self._end()
-        except BaseException:
+        except BaseException as error:
             with suppress(Exception):  # the error that came first counts
+                if isinstance(error, Exception):  # threads of all ranks write, or fail together
+                    self._checkpoints.finish()
+            with suppress(Exception):
                 self._callbacks.close()
             raise
         self._callbacks.close()
@@ -109,18 +118,47 @@ class Trainer:
     def _make_step(self) -> None:
         """Make the next step, and measure it."""
         started = time.monotonic()
-        try:
-            with self._times.step():
-                step = self._stepper.make()
-        except TrainctlError:
-            # All ranks stop here together, so the checkpoint being written can be completed.
-            self._checkpoints.finish()
-            raise
+        with self._times.step():
+            step = self._stepper.make()
         now = self._now
         now.made, now.loss, now.grad_norm, now.factor = step, step.loss, step.grad_norm, step.factor
-        now.step, now.metrics = self._session.progress.step, {}
+        now.step, now.metrics, now.saves = self._session.progress.step, {}, False
         now.step_seconds = time.monotonic() - started
         now.seconds = self._seconds()
+
+    def _finish_last_step(self) -> bool:
+        """Run the hooks that the checkpoint was saved before; return True to stop.
+
+        Those of the end follow at the end.
+        """
+        now, manifest = self._now, self._session.manifest
+        left = unfinished_hooks(manifest)
+        now.unfinished = left & self._callbacks.all_long_hooks
+        if all(hook == "on_train_end" for _, hook in left):
+            return False
+        facts = manifest[UNFINISHED]
+        now.loss, now.grad_norm = facts.get("loss"), facts.get("grad_norm")
+        now.factor, now.metrics = facts.get("factor", 0.0), dict(manifest["metrics"])
+        now.saves = True
+        return self._finish_step()
+
+    def _finish_step(self) -> bool:
+        """Run the long hooks of the step and bring its checkpoint up to date; return True to stop.
+
+        An evaluation that the run stops leaves them all to the resume.
+        """
+        try:
+            self._callbacks.call_long("after_step")
+            stop = self._agree()
+        except EvaluationStopped:
+            self._checkpoints.save_unless_saved()
+            return True
+        except TrainctlError as error:
+            if error.on_all_ranks:
+                self._checkpoints.save_unless_saved()
+            raise
+        self._checkpoints.amend()
+        return stop
 
     def _agree(self) -> bool:
         """Decide by one all-reduce whether to save and to stop now; return True to stop.
@@ -134,7 +172,9 @@ class Trainer:
             *asked, *(n for s in numbers for n in s)
         )
         now.should_save = now.should_stop = now.should_finish = False
-        now.saves, now.is_done = save > 0, finish > 0
+        at_end = self._session.plan.config.checkpoint.at_end
+        now.saves |= save > 0 or (finish > 0 and at_end)
+        now.is_done, now.is_stopping = finish > 0, now.is_stopping or stop > 0
         if now.is_done and not now.end:  # a callback of another rank ended the run
             now.end = {"reason": "callback", "callback": None}
         rest = iter(sums)
@@ -156,13 +196,15 @@ class Trainer:
     def _end(self) -> None:
         now, plan, step = self._now, self._session.plan, self._session.progress.step
         is_complete, is_at_stop = step >= plan.total_steps, step >= plan.stop_step
-        now.is_done |= is_at_stop
+        now.is_done |= is_at_stop and not now.is_stopping
         self._callbacks.call("on_train_end")
-        reason = (
-            "complete" if is_complete else "stop_after_steps" if is_at_stop else "stop_requested"
-        )
-        end = {"reason": reason, **now.end}
-        if is_complete:
+        self._callbacks.call_long("on_train_end")
+        self._checkpoints.amend()
+        self._checkpoints.finish()
+        is_at_stop &= not now.unfinished
+        reason = "complete" if is_complete else "stop_after_steps"
+        end = {"reason": reason if is_at_stop else "stop_requested", **now.end}
+        if is_complete and is_at_stop:
             end["reason"] = reason
         self._journal.record("end", step=step, **end)
 

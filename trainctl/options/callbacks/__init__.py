@@ -59,7 +59,7 @@ class Callback:
         return ()
 
     def after_agreement(self, context: Context, sums: Sequence[float]) -> None:
-        """Run with the sums of `before_agreement`, the same on all ranks, before any save."""
+        """Run with the sums of `before_agreement`, the same on all ranks."""
 
     def before_save(self) -> Mapping[str, Any]:
         """Return the state for a checkpoint: JSON values, the same on all ranks."""
@@ -69,7 +69,7 @@ class Callback:
         """Restore the state of a checkpoint, at a resume or a rewind; empty if it has none."""
 
     def on_train_end(self, context: Context) -> None:
-        """Run once after the last step, before the last checkpoint is awaited; not after errors."""
+        """Run once after the last step, when its checkpoint is saved; not after errors."""
 
     def close(self) -> None:
         """Release files and threads; called after errors, too."""
@@ -189,7 +189,7 @@ class Context(Protocol):
 
     @property
     def is_saving(self) -> bool:
-        """Whether the ranks save a checkpoint after this step; known in `after_agreement`."""
+        """Whether the step has a checkpoint; known in `after_agreement`."""
 
     def gradients(self) -> Iterator[LocalTensor]:
         """Yield the parts of gradients that this rank holds, without the loss scale.
@@ -218,6 +218,16 @@ class Context(Protocol):
 
     def beat(self, doing: str) -> None:
         """Tell the agent that this rank works, and on what: in hooks that take over ten seconds."""
+
+    def should_stop(self) -> bool:
+        """Return True if the run was asked to stop: by a signal, its time limit or a command.
+
+        The hook then returns early, without a record of what it has not finished. After a resume,
+        `after_step`, `after_agreement` and `on_train_end` are called again for the same step, so
+        they leave the state of the callback as it was. Ask at least once a batch: on a callback of
+        all ranks it is a collective, which all call equally often; on a callback of the first rank
+        it reads one folder.
+        """
 
     def request_save(self) -> None:
         """Ask for a checkpoint after this step. One rank that asks is enough."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +13,7 @@ from trainctl.options.callbacks import Callback, Context
 from trainctl.plans.schedule import Curve
 from trainctl.plans.settings import number_formats
 from trainctl.runs import checkpoints
+from trainctl.runs.manifest import UNFINISHED
 from trainctl.runs.status import Phase, Request, pending_requests, withdraw_request
 from trainctl.train.callbacks.context import Journal, StepState
 from trainctl.train.checkpoint.save import Saver
@@ -51,49 +52,97 @@ class Checkpoints(Callback):
         self._saved_at = time.monotonic()
         self._best = self._best_so_far()
         self._requests: set[Request] = set()
+        self._saved: dict[bool, tuple[int, set[tuple[str, str]]]] = {}
+        """Step of the last checkpoint and of the last weights-only one, and the hooks that it names
+        as unfinished.
+        """
 
     def on_train_start(self, context: Context) -> None:
-        if self._session.process.is_first:
-            step = self._session.progress.step
-            checkpoints.archive_later_weights(
-                self._session.run, step, attempt=self._journal.attempt
-            )
+        session = self._session
+        if session.process.is_first:
+            step = session.progress.step
+            checkpoints.archive_later_weights(session.run, step, attempt=self._journal.attempt)
+        if session.resumed_from is not None:
+            named = unfinished_hooks(session.manifest)
+            self._saved = dict.fromkeys((False, True), (session.progress.step, named))
 
-    def after_step(self, context: Context) -> None:
-        config, step, now = self._config, context.step, self._now
-        is_first = self._session.process.is_first
-        self._requests = pending_requests(self._session.run) if is_first else set()
-        now.should_stop |= Request.stop in self._requests
-        minutes = (time.monotonic() - self._saved_at) / 60
-        is_last = step == self._session.plan.stop_step
-        now.should_save |= (
-            bool(self._requests)
-            or (is_last and config.at_end)
-            or step == self._stable_end
-            or (config.every_steps is not None and step % config.every_steps == 0)
-            or (config.every_minutes is not None and minutes >= config.every_minutes)
-            or now.metrics.get(config.best_of or "", math.inf) < self._best
-        )
+    def save_before_long_hooks(self) -> None:
+        """Save the checkpoint that is due before the step's long hooks; on all ranks together.
+
+        Raises:
+            TrainctlError: The checkpoint, or the one before, could not be saved.
+        """
+        flags = self._is_due(), self._saver.has_failed, Request.stop in self._requests
+        due, failed, stop = self._session.process.sum(*map(float, flags))
+        self._now.is_stopping = stop > 0
+        self._save_all(due=due > 0, failed=failed > 0)
 
     def before_agreement(self, context: Context) -> Sequence[float]:
-        self._now.should_save |= self._now.should_finish and self._config.at_end
+        now, is_due = self._now, self._is_due()
+        now.should_save |= is_due or (
+            now.metrics.get(self._config.best_of or "", math.inf) < self._best
+        )
+        now.should_stop |= now.is_stopping or Request.stop in self._requests
         return [float(self._saver.has_failed)]
 
     def after_agreement(self, context: Context, sums: Sequence[float]) -> None:
-        if sums[0]:
-            self._saver.wait()  # raises
-        self._record_saved()
-        for request in self._requests:
-            withdraw_request(self._session.run, request)
-        if self._now.saves:
-            self._save()
-        every = self._config.weights_only_every_steps
-        if every is not None and context.step % every == 0:
-            self._save(weights_only=True)
+        self._save_all(due=self._now.saves, failed=sums[0] > 0)
 
     def on_train_end(self, context: Context) -> None:
         self._journal.beat(Phase.end, "saving a checkpoint")
         self.finish()
+
+    def close(self) -> None:
+        if self._now.is_stopping and self._session.process.is_first:
+            withdraw_request(self._session.run, Request.stop)
+
+    def save_unless_saved(self) -> None:
+        """Save the step unless it has a checkpoint, and wait for it; on all ranks together."""
+        if not self._has_saved():
+            self._save()
+        self.finish()
+
+    def amend(self) -> None:
+        """Update what the step's checkpoint says about the long hooks that have run since."""
+        now = self._now
+        for weights_only, (step, named) in self._saved.items():
+            if step == now.step and named != now.unfinished:
+                self._saved[weights_only] = step, set(now.unfinished)
+                self._saver.amend(step, self._amended(self._states()), weights_only=weights_only)
+                self._best = min(self._best, now.metrics.get(self._config.best_of or "", math.inf))
+
+    def _has_saved(self, *, weights_only: bool = False) -> bool:
+        step, _ = self._saved.get(weights_only, (None, None))
+        return step == self._now.step
+
+    def _is_due(self) -> bool:
+        """Return True if this rank wants a checkpoint of the step; reads the requests."""
+        config, step = self._config, self._now.step
+        is_first = self._session.process.is_first
+        self._requests = pending_requests(self._session.run) if is_first else set()
+        minutes = (time.monotonic() - self._saved_at) / 60
+        return (
+            bool(self._requests)
+            or (step == self._session.plan.stop_step and config.at_end)
+            or step == self._stable_end
+            or (config.every_steps is not None and step % config.every_steps == 0)
+            or (config.every_minutes is not None and minutes >= config.every_minutes)
+        )
+
+    def _save_all(self, *, due: bool, failed: bool) -> None:
+        """Save the checkpoints of the step that are due and not saved yet."""
+        if failed:
+            self._saver.wait()  # raises
+        self._record_saved()
+        for request in self._requests:
+            withdraw_request(self._session.run, request)
+        if due and not self._has_saved():
+            self._save()
+        every = self._config.weights_only_every_steps
+        is_due = every is not None and self._now.step % every == 0
+        if is_due and not self._has_saved(weights_only=True):
+            self._save(weights_only=True)
+        self._now.saves |= self._has_saved()
 
     def finish(self) -> None:
         """Wait until the checkpoint being written is committed."""
@@ -107,6 +156,7 @@ class Checkpoints(Callback):
         """
         self._journal.beat(Phase.save)
         self.finish()
+        self._saved.clear()  # the steps are made again
 
     def _save(self, *, weights_only: bool = False) -> None:
         metrics = self._now.metrics
@@ -114,6 +164,7 @@ class Checkpoints(Callback):
         states = self._states()
         with self._session.engine.times.host_part("checkpoint"):
             self._saver.save(self._manifest(states, weights_only=weights_only))
+        self._saved[weights_only] = self._now.step, set(self._now.unfinished)
         if not weights_only:
             self._saved_at = time.monotonic()
             self._best = min(self._best, metrics.get(self._config.best_of or "", math.inf))
@@ -121,7 +172,7 @@ class Checkpoints(Callback):
         self._journal.beat(Phase.step)
 
     def _manifest(self, states: dict[str, Any], *, weights_only: bool) -> dict[str, Any]:
-        session, metrics = self._session, self._now.metrics
+        session = self._session
         progress, scale = session.progress, session.engine.loss_scale
         return {
             "step": progress.step,
@@ -130,8 +181,6 @@ class Checkpoints(Callback):
             "kept_for": "stable_phase" if progress.step == self._stable_end else "",
             "samples": progress.samples,
             "tokens": progress.tokens,
-            # JSON has no NaN or infinity.
-            "metrics": {k: v for k, v in metrics.items() if math.isfinite(v)},
             "layout": {
                 "zero_stage": session.plan.config.zero_stage.stage,
                 **asdict(session.plan.mesh),
@@ -140,11 +189,22 @@ class Checkpoints(Callback):
             "stability": session.guard.state(),
             "norms": session.norms.state(),
             "ema": session.average.saved() if session.average is not None else {},
-            "learning_rate": session.learning_rate.state(),
             **({"rollouts": session.rollouts.phase_name} if session.rollouts else {}),
             **corpus_digests(session.corpora),
             "shapes": session.shapes,
             **self._origin,
+            **self._amended(states),
+        }
+
+    def _amended(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries of a manifest that long hooks change, as they are now."""
+        now = self._now
+        facts = {"loss": now.loss, "grad_norm": now.grad_norm, "factor": now.factor}
+        left = {"hooks": sorted(now.unfinished), **_finite(facts)} if now.unfinished else {}
+        return {
+            "metrics": _finite(now.metrics),
+            "learning_rate": self._session.learning_rate.state(),
+            UNFINISHED: left,
             **states,
         }
 
@@ -165,3 +225,13 @@ class Checkpoints(Callback):
         saved = checkpoints.list_checkpoints(self._session.run)
         metric = self._config.best_of or ""
         return min((info.metrics.get(metric, math.inf) for info in saved), default=math.inf)
+
+
+def unfinished_hooks(manifest: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """Return the long hooks that a checkpoint was saved before, by callback and hook."""
+    return {(name, hook) for name, hook in manifest.get(UNFINISHED, {}).get("hooks", ())}
+
+
+def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the values that JSON can hold."""
+    return {k: v for k, v in values.items() if v is not None and math.isfinite(v)}

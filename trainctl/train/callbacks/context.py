@@ -17,7 +17,7 @@ from trainctl.engines.shards import ElementRange
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
-from trainctl.runs.status import Heartbeat, Phase
+from trainctl.runs.status import Heartbeat, Phase, Request, is_requested
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.session import Session
 
@@ -58,7 +58,11 @@ class StepState:
     written: list[list[tuple[float, int]]] = field(default_factory=list)
     """Seconds and bytes of each rank's file of the checkpoints written since the last step."""
     saves: bool = False
-    """Whether the ranks have agreed to save."""
+    """Whether the step has its checkpoint, or the ranks have agreed to save one."""
+    is_stopping: bool = False
+    """Whether the ranks have seen a request to stop."""
+    unfinished: set[tuple[str, str]] = field(default_factory=set)
+    """Long hooks of this rank that the step has still to run: name of the callback, hook."""
     is_done: bool = False
     """Whether the run ends as done, rather than stopped from outside."""
     end: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +85,10 @@ class Journal:
         """Write a record; does nothing on ranks other than the first."""
         if self.events is not None:
             self.events.write(event, **fields)
+
+    def is_stop_requested(self) -> bool:
+        """Return True on the first rank if somebody has asked the run to stop."""
+        return self.session.process.is_first and is_requested(self.run, Request.stop)
 
     def beat(self, phase: Phase, doing: str = "") -> None:
         """Tell the agent what this rank is doing."""
@@ -110,13 +118,25 @@ class RankContext:
     Args:
         name: Name of the callback.
         collectives: Whether the callback may use collectives.
+        is_alone: Whether it runs on the first rank alone.
+
+    Attributes:
+        was_stopped: Whether `should_stop` has told the hook that runs to return early.
     """
 
     def __init__(
-        self, name: str, session: Session, now: StepState, journal: Journal, *, collectives: bool
+        self,
+        name: str,
+        session: Session,
+        now: StepState,
+        journal: Journal,
+        *,
+        collectives: bool,
+        is_alone: bool = False,
     ) -> None:
         self._name, self._session, self._now, self._journal = name, session, now, journal
         self._collectives = RankCollectives(self, session) if collectives else None
+        self._is_alone, self.was_stopped = is_alone, False
         self.plan = session.plan
         self.shapes: Mapping[str, Sequence[int]] = session.shapes
         self.folder: Path = session.run.callbacks / name
@@ -211,6 +231,15 @@ class RankContext:
 
     def beat(self, doing: str) -> None:
         self._journal.beat(Phase.evaluate, doing)
+
+    def should_stop(self) -> bool:
+        now, asked = self._now, self._journal.is_stop_requested()
+        if self._is_alone:
+            self.was_stopped = now.is_stopping or asked
+        else:
+            now.is_stopping = now.is_stopping or self._session.process.any(asked)
+            self.was_stopped = now.is_stopping
+        return self.was_stopped
 
     def request_save(self) -> None:
         self._now.should_save = True

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from trainctl.config.schema import TrainingConfig
 from trainctl.data.corpora import unigram_entropy
+from trainctl.engines.micro_batch import MicroBatch
 from trainctl.options.callbacks import Callback, Context
 from trainctl.options.objective import objective_of
 from trainctl.plans.settings import EMA_METRIC
@@ -24,25 +27,55 @@ from trainctl.train.evaluation import (
 from trainctl.train.learning_rate import LearningRate, Patience
 from trainctl.train.session import Session
 
+PEERS_PATIENCE = timedelta(seconds=60)
+"""Time that a rank whose batch failed waits for the others, which may be in theirs."""
+
+
+class EvaluationStopped(Exception):
+    """End of an evaluation because the run is to stop; raised on all ranks."""
+
+
+class RanksFailed(Exception):
+    """Failure of one rank's evaluation, known to all ranks."""
+
 
 class Evaluation(Callback):
     """Evaluates the held-out samples every `training.evaluate_every_steps`, and at the end.
 
     Args:
         publish: Calls `on_evaluate` of all callbacks, once the evaluation is recorded.
+        save: Saves the step if it has no checkpoint; on all ranks together.
     """
 
     def __init__(
-        self, session: Session, now: StepState, journal: Journal, publish: Callable[[], None]
+        self,
+        session: Session,
+        now: StepState,
+        journal: Journal,
+        publish: Callable[[], None],
+        save: Callable[[], None],
     ) -> None:
         self._session, self._now, self._journal = session, now, journal
-        self._publish = publish
+        self._publish, self._save = publish, save
+        self._error: Exception | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the held-out samples are to be evaluated after a step."""
+        training = self._session.plan.config.training
+        every, is_last = training.evaluate_every_steps, step == self._session.plan.stop_step
+        return training.evaluation_samples > 0 and (
+            is_last or (every is not None and step % every == 0)
+        )
 
     def after_step(self, context: Context) -> None:
-        every = self._session.plan.config.training.evaluate_every_steps
-        is_last = context.step == self._session.plan.stop_step
-        if is_last or (every is not None and context.step % every == 0):
+        try:
             self._evaluate(context.step)
+        except RanksFailed:
+            self._save()
+            if self._error is not None:
+                raise self._error from None
+            self._session.process.barrier()  # raises when the rank that failed is gone
+            raise
 
     def _evaluate(self, step: int) -> None:
         session = self._session
@@ -50,17 +83,18 @@ class Evaluation(Callback):
         found = self._held_out_loss()
         if found is None:
             return
-        self._now.metrics = {"loss": found.loss}
+        metrics = {"loss": found.loss}
         if session.average is not None:
             with session.average.average_parameters():
                 of_average = self._held_out_loss()
             if of_average is not None:  # no reward may apply to its answers
-                self._now.metrics[EMA_METRIC] = of_average.loss
+                metrics[EMA_METRIC] = of_average.loss
+        self._now.metrics = metrics
         is_entropy = objective_of(config.objective).is_entropy
         self._journal.record(
             "evaluation",
             step=step,
-            **self._now.metrics,
+            **metrics,
             **({"objective": found.measures} if found.measures else {}),
             **({"unigram_entropy": unigram_entropy(session.corpora)} if is_entropy else {}),
             **({"sources": found.sources} if config.data.sources else {}),
@@ -71,10 +105,11 @@ class Evaluation(Callback):
         """Evaluate the held-out samples with the model's current weights; on all ranks together."""
         session = self._session
         if session.rollouts is not None:
-            return session.rollouts.evaluate(session.plan.config.training.evaluation_samples)
+            samples = session.plan.config.training.evaluation_samples
+            return session.rollouts.evaluate(samples, self._go_on)
         with session.engine.times.host_part("evaluation"), inference(session.engine.module):
             found = evaluate_sources(
-                session.engine.score,
+                self._score,
                 session.held_out,
                 num_samples=session.plan.config.training.evaluation_samples,
                 record=partial(session.engine.objective.record, session.plan.config.objective),
@@ -83,10 +118,42 @@ class Evaluation(Callback):
                 data_rank=session.training.data_rank,
                 data_size=session.training.data_size,
                 sum_over_ranks=session.process.sum,
-                progress=lambda *_: self._journal.beat(Phase.evaluate),
+                progress=lambda *_: self._go_on(),
             )
         self._journal.beat(Phase.step)
         return found
+
+    def _score(self, batches: Sequence[MicroBatch]) -> tuple[float, ...]:
+        """Score micro-batches; an error waits for `_go_on`, so that the ranks stop together."""
+        try:
+            return self._session.engine.score(batches)
+        except Exception as error:  # out of memory, or whatever a model raises
+            self._error = error
+            return ()
+
+    def _go_on(self, doing: str = "") -> None:
+        """Tell the agent that this rank works, and agree on going on; on all ranks together.
+
+        Raises:
+            EvaluationStopped: The run is to stop.
+            RanksFailed: A rank could not score its samples.
+        """
+        self._journal.beat(Phase.evaluate, doing)
+        process, error = self._session.process, self._error
+        # The other ranks of a collective forward pass do not come here.
+        patience = PEERS_PATIENCE if error is not None else None
+        flags = float(self._journal.is_stop_requested()), float(error is not None)
+        try:
+            stop, failed = process.sum(*flags, within=patience)
+        except RuntimeError:
+            if error is None:
+                raise
+            raise error from None
+        if failed:
+            raise RanksFailed("the evaluation failed on another rank")
+        if stop or self._now.is_stopping:
+            self._now.is_stopping = True
+            raise EvaluationStopped
 
 
 class Plateau(Callback):
@@ -111,8 +178,6 @@ class EarlyStopping(Callback):
 
     def on_evaluate(self, context: Context) -> None:
         self._patience.see(context.metrics["loss"], context.step)
-
-    def after_step(self, context: Context) -> None:
         if self._patience.is_exhausted:
             context.request_stop()
             min_delta = self._training.stop_min_delta
@@ -145,21 +210,32 @@ class Sampling(Callback):
             return
         session, journal = self._session, self._journal
         journal.beat(Phase.end, "sampling text")
-        if not self._chosen:
-            prompt = session.plan.config.training.sample_prompt
-            ids = session.tokenizer.encode(prompt).tolist() or [0]
-            drawn = self._generate(ids, temperature=0.8)
-            journal.record(
-                "sample", step=context.step, text=session.tokenizer.decode([*ids, *drawn])
-            )
-        for prompt, ids in self._chosen:  # greedy decoding
-            text = session.tokenizer.decode(self._generate(ids))
-            journal.record("sample", step=context.step, prompt=prompt, text=text)
+        samples: list[dict[str, str]] = []
+        with suppress(EvaluationStopped):
+            if not self._chosen:
+                prompt = session.plan.config.training.sample_prompt
+                ids = session.tokenizer.encode(prompt).tolist() or [0]
+                drawn = self._generate(context, ids, temperature=0.8)
+                samples.append({"text": session.tokenizer.decode([*ids, *drawn])})
+            for prompt, ids in self._chosen:  # greedy decoding
+                text = session.tokenizer.decode(self._generate(context, ids))
+                samples.append({"prompt": prompt, "text": text})
+            for sample in samples:
+                journal.record("sample", step=context.step, **sample)
 
-    def _generate(self, ids: list[int], *, temperature: float = 0.0) -> list[int]:
-        """Generate a continuation of the prompt `ids`; on all ranks together."""
+    def _generate(self, context: Context, ids: list[int], *, temperature: float = 0.0) -> list[int]:
+        """Generate a continuation of the prompt `ids`; on all ranks together.
+
+        Raises:
+            EvaluationStopped: The run is to stop.
+        """
         session = self._session
         training = session.plan.config.training
+
+        def go_on(*_: int) -> None:
+            if context.should_stop():
+                raise EvaluationStopped
+
         with inference(session.engine.module):
             return sampled_ids(
                 session.engine.next_scores,
@@ -170,4 +246,5 @@ class Sampling(Callback):
                 vocab_size=session.tokenizer.vocab_size,
                 ends=self._prompts.ends,
                 temperature=temperature,
+                progress=go_on,
             )

@@ -17,7 +17,7 @@ import torch
 from trainctl.errors import TrainctlError
 from trainctl.options.callbacks import Callback, Context
 from trainctl.options.callbacks.memory_snapshot import MemorySnapshotConfig
-from trainctl.runs.files import temporary_path
+from trainctl.runs.files import ensure_folder, temporary_path
 
 
 class MemorySnapshot(Callback):
@@ -90,7 +90,7 @@ class MemorySnapshot(Callback):
 
 
 def _dump(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    ensure_folder(path.parent)
     temporary = temporary_path(path)
     try:
         torch.cuda.memory._dump_snapshot(str(temporary))

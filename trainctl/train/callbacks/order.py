@@ -9,7 +9,7 @@ import textwrap
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -72,15 +72,21 @@ def callbacks_of_run(
         folder=session.run.attempt(journal.attempt).profile,
         device=process.device,
     )
-    before_users: dict[str, Callback | None] = {
+    evaluation = Evaluation(
+        session, now, journal, lambda: runner.call("on_evaluate"), checkpoints.save_unless_saved
+    )
+    quick: dict[str, Callback | None] = {
         "heartbeats": Heartbeats(journal),
         "steps": StepRecords(session, now, journal),
         "divergence": DivergenceRecords(Divergence(vocab_size), now, journal),
         "profile": profile if config.logging.profile_steps else None,
         "memory": MemoryRecords(session, journal),
-        "evaluation": Evaluation(session, now, journal, lambda: runner.call("on_evaluate")),
+        "checkpoints": checkpoints,
         "patience": EarlyStopping(config.training, now),
         "plateau": Plateau(session.learning_rate, journal),
+    }
+    long: dict[str, Callback | None] = {
+        "evaluation": evaluation,
         "sampling": Sampling(session, now, journal) if samples else None,
     }
     stragglers = Stragglers(session.plan, process, session.checkpoint_read)
@@ -92,10 +98,10 @@ def callbacks_of_run(
         "trial": DeviceTrial(session, trial) if trial is not None else None,
         "search": DocumentSearch(session, search) if search is not None else None,
         "stragglers": StragglerRecords(stragglers, times, now, journal),
-        "checkpoints": checkpoints,
     }
     entries = [
-        *_own_callbacks(before_users),
+        *_own_callbacks(quick),
+        *(replace(entry, is_long=True) for entry in _own_callbacks(long)),
         *_configured_callbacks(session.plan, process),
         *_own_callbacks(after_users),
     ]
@@ -128,7 +134,7 @@ def _configured_callbacks(plan: RunPlan, process: Process) -> Iterator[CallbackE
             ) from error
         _check_hooks(name, callback)
         declared = {"ranks": spec.ranks, "collectives": spec.collectives}
-        yield CallbackEntry(name=name, callback=callback, is_users=True, **declared)
+        yield CallbackEntry(name=name, callback=callback, is_users=True, is_long=True, **declared)
 
 
 def _check_hooks(name: str, callback: object) -> None:
@@ -147,6 +153,11 @@ def _check_hooks(name: str, callback: object) -> None:
                 hint=did_you_mean(close) or f"other methods do not begin with {HOOK_PREFIXES}",
             )
 
+
+LONG_HOOKS = ("after_step", "after_agreement", "on_train_end")
+"""Hooks after a step. Those of long callbacks wait for the step's checkpoint, which names them
+until they have run, so that a resume runs what was left.
+"""
 
 CONTEXT_HOOKS = (
     "on_train_start",
@@ -172,6 +183,14 @@ class CallbackEntry:
     collectives: bool = False
     is_users: bool = False
     """Whether it comes from `callbacks` of the configuration."""
+    is_long: bool = False
+    """Whether its `LONG_HOOKS` may take long."""
+
+    def is_due(self, hook: str, *, step: int, is_last: bool) -> bool:
+        """Return True if a hook of `LONG_HOOKS` has something to do after a step."""
+        if hook == "after_step" and isinstance(self.callback, Evaluation):
+            return self.callback.is_due(step)
+        return is_last or hook != "on_train_end"
 
 
 class Callbacks:
@@ -185,20 +204,33 @@ class Callbacks:
         self, entries: Sequence[CallbackEntry], session: Session, now: StepState, journal: Journal
     ) -> None:
         self._entries, self._now, self._times = entries, now, session.engine.times
-        self._process = session.process
+        self._session, self._process = session, session.process
         self._counts: dict[str, int] = {}
         self._contexts = [
-            RankContext(each.name, session, now, journal, collectives=each.collectives)
+            RankContext(
+                each.name,
+                session,
+                now,
+                journal,
+                collectives=each.collectives,
+                is_alone=each.ranks is Ranks.first,
+            )
             for each in entries
         ]
         self._hooks = {
             hook: [
                 partial(self._run, entry, hook, context)
                 for entry, context in zip(entries, self._contexts, strict=True)
-                if _overrides(entry.callback, hook)
+                if _overrides(entry.callback, hook) and not (entry.is_long and hook in LONG_HOOKS)
             ]
             for hook in CONTEXT_HOOKS
         }
+        self._long = [
+            (entry, hook, context)
+            for entry, context in zip(entries, self._contexts, strict=True)
+            for hook in LONG_HOOKS
+            if entry.is_long and _overrides(entry.callback, hook)
+        ]
         self._agreeing = [
             (entry, context)
             for entry, context in zip(entries, self._contexts, strict=True)
@@ -214,9 +246,53 @@ class Callbacks:
                 )
 
     def call(self, hook: str) -> None:
-        """Call a hook of `CONTEXT_HOOKS` on all callbacks that override it."""
+        """Call a hook of `CONTEXT_HOOKS` on all callbacks that override it.
+
+        Of `LONG_HOOKS`, long callbacks have theirs by `call_long`.
+        """
         for run in self._hooks[hook]:
             run()
+
+    def has_long_hooks(self, step: int) -> bool:
+        """Return True, on all ranks alike, if long work may follow a step."""
+        return bool(callbacks_of(self._session.plan.config)) or any(
+            hook == "after_step" and entry.is_due(hook, step=step, is_last=False)
+            for entry, hook, _ in self._long
+        )
+
+    def long_hooks(self, step: int) -> set[tuple[str, str]]:
+        """Return the long hooks of this rank that have something to do after a step."""
+        is_last = step == self._session.plan.stop_step
+        return {
+            (entry.name, hook)
+            for entry, hook, _ in self._long
+            if entry.is_due(hook, step=step, is_last=is_last)
+        }
+
+    @property
+    def all_long_hooks(self) -> set[tuple[str, str]]:
+        """Long hooks of this rank, whether or not a step has them."""
+        return {(entry.name, hook) for entry, hook, _ in self._long}
+
+    def call_long(self, hook: str) -> None:
+        """Call a hook of the long callbacks; after a step, only of those that have not had it."""
+        for entry, its_hook, context in self._long:
+            if its_hook == hook and (hook == "on_train_end" or self._is_left(entry, hook)):
+                self._run_long(entry, hook, context, context)
+
+    def _is_left(self, entry: CallbackEntry, hook: str) -> bool:
+        return (entry.name, hook) in self._now.unfinished
+
+    def _run_long(
+        self, entry: CallbackEntry, hook: str, context: RankContext, *arguments: Any
+    ) -> None:
+        """Run a long hook; it stays unfinished if it was told to return early, as does the end of
+        a run that was asked to stop.
+        """
+        context.was_stopped = False
+        self._run(entry, hook, *arguments)
+        if not context.was_stopped and (self._now.is_done or hook != "on_train_end"):
+            self._now.unfinished.discard((entry.name, hook))
 
     def before_agreement(self) -> list[list[float]]:
         """Return the numbers of each callback that takes part, to be summed over the ranks."""
@@ -271,7 +347,10 @@ class Callbacks:
     def after_agreement(self, sums: Sequence[Sequence[float]]) -> None:
         """Give each callback the sums of its numbers."""
         for (entry, context), own in zip(self._agreeing, sums, strict=True):
-            self._run(entry, "after_agreement", context, own)
+            if not entry.is_long:
+                self._run(entry, "after_agreement", context, own)
+            elif self._is_left(entry, "after_agreement"):
+                self._run_long(entry, "after_agreement", context, context, own)
 
     def states(self) -> dict[str, Any]:
         """Return the manifest entries of all callbacks: trainctl's own ones by their names."""

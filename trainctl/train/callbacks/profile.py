@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainctl.config.schema import LoggingConfig
 from trainctl.options.callbacks import Callback, Context
-from trainctl.runs.files import write_text
+from trainctl.runs.files import ensure_folder, write_text
 from trainctl.train.callbacks.context import Journal
 
 TABLE_ROWS = 40
@@ -110,7 +110,7 @@ class Profile(Callback):
             self._written = True
 
     def _write_files(self, recorded: profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        ensure_folder(self._folder)
         by = "self_cpu_time_total" if self._device.type == "cpu" else "self_device_time_total"
         table = recorded.key_averages().table(
             sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=NAME_WIDTH

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,12 @@ ROLLING_TEXTS = 1024
 """Windows of long texts that are scored together, over all ranks."""
 
 
+class TasksStopped(Exception):
+    """End of an evaluation of tasks because the run is to stop; raised on all ranks."""
+
+
 class TaskEvaluation(Callback):
-    """Evaluates tasks after a step, before its checkpoint, and records their metrics."""
+    """Evaluates tasks after a step and records their metrics."""
 
     def __init__(self, keys: TaskEvaluationConfig) -> None:
         self._keys = keys
@@ -67,7 +71,7 @@ class TaskEvaluation(Callback):
     def after_agreement(self, context: Context, sums: Sequence[float]) -> None:
         every = self._keys.every_steps
         if context.is_saving if every is None else context.step % every == 0:
-            with inference(context.module):
+            with inference(context.module), suppress(TasksStopped):
                 self._together(context, self._evaluate)
 
     def _together(self, context: Context, lead: Callable[[Context], None]) -> None:
@@ -81,6 +85,8 @@ class TaskEvaluation(Callback):
             try:
                 with undisturbed_random(context.device):
                     lead(context)
+            except TasksStopped:
+                raise
             except Exception as error:  # raised by any data set, metric package or template
                 problem, cause = _error_text(error), error
             context.collectives.broadcast(problem)
@@ -95,6 +101,7 @@ class TaskEvaluation(Callback):
                 hint="data of a task comes from the hub once and is kept; "
                 "resume goes on from the last checkpoint",
                 exit_code=ExitCode.training_failed,
+                on_all_ranks=True,
             ) from cause
 
     def _prepare(self, context: Context) -> None:
@@ -143,6 +150,9 @@ class TaskEvaluation(Callback):
 
         Args:
             texts: The same on all ranks.
+
+        Raises:
+            TasksStopped: The run is to stop.
         """
         passes: dict[tuple[int, ...], list[int]] = {}
         for index, (given, _) in enumerate(texts):  # answers of a token share one pass
@@ -154,6 +164,8 @@ class TaskEvaluation(Callback):
         own: dict[int, Score] = {}
         for start in range(0, len(inputs), size * ranks):
             context.beat(f"evaluating tasks: text {start:,} of {len(inputs):,}")
+            if context.should_stop():
+                raise TasksStopped
             mine = inputs[start + rank * size :][:size]
             # Code compiled for the shape of training is not compiled again.
             length = self._length if is_compiled else len(inputs[start])

@@ -32,9 +32,9 @@ from trainctl.engines.shards import Fragment
 from trainctl.errors import MachineError
 from trainctl.models.hf_weights import Buffer
 from trainctl.runs import checkpoints
-from trainctl.runs.files import make_folder
+from trainctl.runs.files import ensure_folder, make_folder
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.manifest import FORMAT, write_manifest
+from trainctl.runs.manifest import FORMAT, amend_manifest, write_manifest
 from trainctl.runs.mirror_state import kept_for_mirror
 from trainctl.train.checkpoint.content import write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER, OptimizerState
@@ -161,7 +161,7 @@ def write_checkpoint(
 
     def prepare() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        ensure_folder(run.checkpoints)
         make_folder(folder)
         check_space(folder, int(needed))
 
@@ -176,17 +176,24 @@ def write_checkpoint(
     )
     _run_on_all_ranks(process, folder, finish if process.is_first else _do_nothing)
     if process.is_first:
-        try:
-            keep = config.weights_only_keep if weights_only else config.keep
-            spare = partial(kept_for_mirror, run, keep=keep or 1) if config.mirror else None
-            checkpoints.rotate_checkpoints(
-                run, config, weights_only=weights_only, spare=spare, reached=reached
-            )
-        except OSError as error:
-            # This checkpoint is safe. If the disk fills up, the next save fails and says so.
-            print(f"an old checkpoint could not be deleted: {error}", flush=True)
+        _rotate(run, config, reached, weights_only=weights_only)
     files = [(seconds, int(file["bytes"])) for file, _, _, seconds in written]
     return run.checkpoints / checkpoints.checkpoint_name(step, weights_only=weights_only), files
+
+
+def _rotate(
+    run: RunPaths, config: CheckpointConfig, reached: checkpoints.PhaseHook, *, weights_only: bool
+) -> None:
+    """Delete the checkpoints that are not to be kept; a problem is only printed."""
+    keep = config.weights_only_keep if weights_only else config.keep
+    spare = partial(kept_for_mirror, run, keep=keep or 1) if config.mirror else None
+    try:
+        checkpoints.rotate_checkpoints(
+            run, config, weights_only=weights_only, spare=spare, reached=reached
+        )
+    except OSError as error:
+        # This checkpoint is safe. If the disk fills up, the next save fails and says so.
+        print(f"an old checkpoint could not be deleted: {error}", flush=True)
 
 
 def _build_manifest(
@@ -320,6 +327,7 @@ class Saver:
         self._process = process.with_own_group() if self._asynchronous else process
         self._copies: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
+        """Thread of the last save, or of an amendment, which waits for the save."""
         self._error: BaseException | None = None
         self._saved: SimpleQueue[SavedCheckpoint] = SimpleQueue()
 
@@ -364,6 +372,47 @@ class Saver:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def amend(self, step: int, entries: dict[str, Any], *, weights_only: bool) -> None:
+        """Replace entries of a checkpoint's manifest, once the checkpoint is committed.
+
+        A problem leaves the manifest as it is, as a kill would.
+
+        Args:
+            step: Step of the checkpoint.
+            entries: Manifest entries that do not depend on the ranks' fragments.
+        """
+        if not self._process.is_first:
+            return
+        save = self._thread
+        work = partial(self._amend_behind, save, step, entries, weights_only=weights_only)
+        if save is None:
+            work()
+            return
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+    def _amend_behind(
+        self,
+        save: threading.Thread | None,
+        step: int,
+        entries: dict[str, Any],
+        *,
+        weights_only: bool,
+    ) -> None:
+        if save is not None:
+            save.join()
+        if self._error is not None:
+            return
+        name = checkpoints.checkpoint_name(step, weights_only=weights_only)
+        reached = partial(inject_fault, rank=self._process.rank, step=step)
+        if not (self._run.checkpoints / name).is_dir():
+            return
+        try:
+            amend_manifest(self._run.checkpoints / name, entries)
+            _rotate(self._run, self._config, reached, weights_only=weights_only)
+        except (OSError, ValueError) as problem:
+            print(f"{name} lacks what its evaluation found: {problem}", flush=True)
 
     def take_saved(self) -> list[SavedCheckpoint]:
         """Return the checkpoints committed since the last call."""

@@ -30,7 +30,7 @@ from trainctl.plans.identity import START_KEYS, check_model, check_shapes
 from trainctl.plans.trainable import adapted_layers, added_tensors, also_trained, is_partial
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.manifest import digest
+from trainctl.runs.manifest import identity_digest
 from trainctl.train.adapters.layers import MergedWeights
 from trainctl.train.adapters.quantized import dequantized_source
 from trainctl.train.checkpoint.content import CheckpointReader, find_weights_checkpoint
@@ -98,7 +98,7 @@ def initial_base(whole: FullModel, config: RunConfig, run: RunPaths, process: Pr
     checkpoint = find_weights_checkpoint(folder, process)
     if checkpoint is not None:
         facts: dict[str, Any] = {"kind": "checkpoint", "path": str(checkpoint.path.resolve())}
-        facts["sha256"] = digest(checkpoint.manifest)
+        facts["sha256"] = identity_digest(checkpoint.manifest)
         if is_partial(config) and process.is_first:
             _cache_digests(run.base, checkpoint)
         started = whole_weights(checkpoint, whole, process=process, is_start=True)
@@ -156,7 +156,7 @@ def recorded_base(
             checkpoint = CheckpointReader(path)
         except ValueError as problem:
             raise _base_changed_error(path, str(problem)) from None
-        if digest(checkpoint.manifest) != facts["sha256"]:
+        if identity_digest(checkpoint.manifest) != facts["sha256"]:
             raise _base_changed_error(path, "it is another checkpoint")
         files = {
             each["name"]: [each["bytes"], each["sha256"]] for each in checkpoint.manifest["files"]

@@ -43,7 +43,7 @@ from trainctl.plans.types import RunPlan
 from trainctl.readers.files import digest_of
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.manifest import digest
+from trainctl.runs.manifest import identity_digest
 from trainctl.train.checkpoint.content import find_weights_checkpoint
 from trainctl.train.data import PackedDataset, TrainingData
 from trainctl.train.evaluation import inference
@@ -488,7 +488,7 @@ class _Teacher:
             base: Folder for a cache of the digests of large files.
         """
         if self._checkpoint is not None:
-            return digest(self._checkpoint.manifest)
+            return identity_digest(self._checkpoint.manifest)
         with self._naming_key():
             names = {tensor.file for tensor in stored_tensors(self._path).values()}
         place = digest_of(str(self._path.resolve()))[:24]

@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from trainctl.runs.files import ensure_folder
+
 AnswerKey = tuple[int, int]
 """Number of a prompt, and of the answer among its answers."""
 
@@ -66,7 +68,8 @@ class AnswerWriter:
     """Appends to this rank's file of a phase."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        ensure_folder(folder.parent)
+        ensure_folder(folder)
         self._file: BinaryIO = (folder / f"rank-{rank}.jsonl").open("ab")
         self._file.write(b"\n")  # ends a line that a kill cut off
 

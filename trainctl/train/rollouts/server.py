@@ -283,10 +283,12 @@ def weights_sums(session: Session) -> list[float]:
 def on_first_rank(process: Process, work: Callable[[], Result], beat: Callable[[], None]) -> Result:
     """Return the result of the first rank's work, or raise its error, on all ranks together.
 
-    The work is done in a thread, so that no rank is silent meanwhile.
+    The work is done in a thread, so that no rank is silent meanwhile; an error of `beat`, raised on
+    all ranks, does not wait for its end.
     """
     result, problem = None, None
-    with ThreadPoolExecutor(1) as pool:
+    pool = ThreadPoolExecutor(1)
+    try:
         futures = [pool.submit(work)] if process.is_first else []
         while process.any(bool(wait(futures, POLL_SECONDS).not_done)):
             beat()
@@ -296,7 +298,10 @@ def on_first_rank(process: Process, work: Callable[[], Result], beat: Callable[[
             problem = error
         except OSError as error:
             problem = MachineError(describe_exception(error))
+    finally:
+        pool.shutdown(wait=False)
     result, problem = process.broadcast_from_first((result, problem))
     if problem is not None:
+        problem.on_all_ranks = True
         raise problem
     return result

@@ -9,7 +9,7 @@ and is the same on every layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -343,26 +343,30 @@ class RolloutData:
         known: dict[AnswerKey, dict[str, Any]],
         writer: AnswerWriter | None,
         step: int,
+        beat: Callable[[str], None] | None = None,
     ) -> list[list[JudgedAnswer]]:
         """Return the answers to some prompts, `samples` to each, with their rewards."""
+        beat = beat or partial(self._journal.beat, Phase.evaluate)
         keys = [(number, sample) for number in prompts for sample in range(samples)]
         missing = [key for key in keys if "ids" not in known.get(key, {})]
         rows = [RolloutRow(prompts[number].ids, number, sample) for number, sample in missing]
-        for key, fields in zip(missing, self._generate(rows, writer), strict=True):
+        for key, fields in zip(missing, self._generate(rows, writer, beat), strict=True):
             known.setdefault(key, {}).update(fields)
         unjudged = [key for key in keys if "rewards" not in known[key]]
-        self._judge(unjudged, prompts, known, writer, step)
+        self._judge(unjudged, prompts, known, writer, step, beat)
         found = [JudgedAnswer.of(self._section, k, prompts[k[0]].ids, known[k]) for k in keys]
         return [found[at : at + samples] for at in range(0, len(found), samples)]
 
     def _generate(
-        self, rows: Sequence[RolloutRow], writer: AnswerWriter | None
+        self,
+        rows: Sequence[RolloutRow],
+        writer: AnswerWriter | None,
+        beat: Callable[[str], None],
     ) -> list[dict[str, Any]]:
         """Sample the answers of all rows; each is kept when it is finished."""
         if not rows:
             return []
         session, section = self._session, self._section
-        beat = partial(self._journal.beat, Phase.evaluate)
 
         def keep(row: RolloutRow, answer: Completion) -> None:
             if writer is not None and session.mesh.tensor.is_first:
@@ -387,6 +391,7 @@ class RolloutData:
         known: dict[AnswerKey, dict[str, Any]],
         writer: AnswerWriter | None,
         step: int,
+        beat: Callable[[str], None],
     ) -> None:
         """Add the rewards of some answers, computed by the first rank."""
         if not keys:
@@ -405,9 +410,9 @@ class RolloutData:
                 asked.append(SampledAnswer(prompt.text, text, prompt.columns, tokens))
             return self._rewards.score(asked, step=step + 1, keep=keep)
 
-        beat = partial(self._journal.beat, Phase.evaluate, f"judging {len(keys):,} answers")
+        doing = partial(beat, f"judging {len(keys):,} answers")
         with self._session.engine.times.host_part("reward"):
-            scored = on_first_rank(self._session.process, score, beat)
+            scored = on_first_rank(self._session.process, score, doing)
         for key, rewards in zip(keys, scored, strict=True):
             known[key]["rewards"] = rewards
 
@@ -457,11 +462,17 @@ class RolloutData:
         most = self._session.plan.batch.sequence_length
         return min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max(most, longest))
 
-    def evaluate(self, num_samples: int) -> HeldOutLoss | None:
+    def evaluate(
+        self, num_samples: int, beat: Callable[[str], None] | None = None
+    ) -> HeldOutLoss | None:
         """Sample an answer to each of the first held-out prompts; return the mean of their rewards.
 
         The loss is the negative mean reward, so that a lower one is better. None without prompts,
         or if no reward applies to any answer.
+
+        Args:
+            beat: Called on all ranks every few seconds with what is being done; its error ends the
+                evaluation.
         """
         session, source = self._session, SINGLE_SOURCE
         count = min(num_samples, session.held_out[source].num_samples)
@@ -471,7 +482,7 @@ class RolloutData:
             HELD_OUT_NUMBER + index: session.held_out[source].prompt(index)
             for index in range(count)
         }
-        groups = self._answered(prompts, 1, {}, None, session.progress.step)
+        groups = self._answered(prompts, 1, {}, None, session.progress.step, beat)
         measures = _measures([answer for (answer,) in groups])
         if "reward" not in measures:
             return None
