@@ -19,7 +19,7 @@ from trainctl.config.schema import OffloadConfig, OffloadDevice
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import find_holder
-from trainctl.runs.status import State
+from trainctl.runs.status import State, read_status
 
 
 def test_a_run_that_ends_well_leaves_nothing_and_exits_0(launches: Launches) -> None:
@@ -72,6 +72,19 @@ def test_a_killed_rank_is_named_and_its_peers_and_children_end(launches: Launche
     status = launch.status()
     assert (status.state, status.exit_code) == (State.failed, 137)
     assert status.message in talk
+
+
+def test_a_run_whose_folder_is_renamed_ends_and_makes_no_other(launches: Launches) -> None:
+    launch = launches.start("forever,gloo")
+    launch.wait_for_step()
+    root = launch.run.root
+    moved = root.rename(root.with_name("elsewhere"))
+    code, talk = launch.end(30)
+    assert code == 5, talk
+    assert f"{root} is not this run's folder any more: it was renamed to {moved}" in talk
+    assert not root.exists() and not carriers(launch.identity)
+    status = read_status(RunPaths(moved))
+    assert status is not None and (status.state, status.exit_code) == (State.failed, 5)
 
 
 def test_a_rank_that_raises_is_the_one_reported_although_its_peer_fails_too(

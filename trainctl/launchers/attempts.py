@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import Signals
@@ -37,8 +37,10 @@ from trainctl.launchers.processes import (
 from trainctl.launchers.stop import StopHandler
 from trainctl.plans.types import RunPlan
 from trainctl.runs.checkpoints import clean_temporary, newest_checkpoint
+from trainctl.runs.completion import why_done
 from trainctl.runs.directory import last_attempt, new_attempt, read_plan, run_id
 from trainctl.runs.failures import Cause, describe_exit, describe_failure, disk_is_full
+from trainctl.runs.held_folder import HeldFolder
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import RunTag, terminate_processes
@@ -92,8 +94,9 @@ def next_attempt(run: RunPaths, number: int | None) -> tuple[AttemptPaths, RunPl
 
 
 def is_done(run: RunPaths, plan: RunPlan) -> bool:
-    """Return True if the newest checkpoint is where a launch of the plan ends."""
-    return plan.config.trains_itself and _saved_step(run) >= plan.stop_step
+    """Return True if the newest checkpoint leaves a launch of the plan nothing to do."""
+    checkpoint = newest_checkpoint(run)[0] if plan.config.trains_itself else None
+    return checkpoint is not None and why_done(run, checkpoint, plan) is not None
 
 
 def end_as_cancelled(run: RunPaths, outcome: Outcome) -> Outcome:
@@ -319,11 +322,12 @@ def supervise(
     status = Status.begin(State.starting, number)
     write_status(run, status)
     records = _Records(run, number, on_event, stop)
-    with EventWriter(run.events, number) as writer:
+    held = closing(HeldFolder(run, plan.config.checkpoint.mirror))
+    with EventWriter(run.events, number) as writer, held as folder:
         writer.write("launch", host=status.host, pid=status.pid, ranks=plan.mesh.world_size)
         agents = start(attempt)
         try:
-            _watch_agents(attempt, agents, records, stop, status, writer)
+            _watch_agents(attempt, agents, records, stop, status, writer, folder)
         except BaseException as error:  # raised by on_event
             agents.terminate()
             terminate_processes(attempt.tag, grace_seconds=grace_seconds)
@@ -334,6 +338,9 @@ def supervise(
         stuck = terminate_processes(attempt.tag, grace_seconds=grace_seconds)
         code = agents.returncode
         assert code is not None
+        lost = folder.problem()
+        if lost is not None:
+            return _without_folder(folder, lost, status)
         records.poll()
         if stop.end_signal and not stuck:
             clean_temporary(run)  # from a save that the signal interrupted
@@ -348,6 +355,23 @@ def supervise(
         return outcome
 
 
+def _without_folder(folder: HeldFolder, lost: TrainctlError, status: Status) -> Outcome:
+    """Return the outcome of an attempt whose run directory is gone or another one.
+
+    Nothing is written under its name. A renamed directory gets the status.
+    """
+    outcome = Outcome(
+        exit_code=int(lost.exit_code), state=State.failed, message=lost.message, hint=lost.hint
+    )
+    if folder.moved_to is not None:
+        with suppress(OSError):
+            changed = status.changed(
+                outcome.state, exit_code=outcome.exit_code, message=outcome.message
+            )
+            write_status(folder.moved_to, changed)
+    return outcome
+
+
 def _watch_agents(
     attempt: PreparedAttempt,
     agents: Agents,
@@ -355,20 +379,30 @@ def _watch_agents(
     stop: StopHandler,
     status: Status,
     writer: EventWriter,
+    folder: HeldFolder,
 ) -> None:
-    """Pass on records and requests to stop until the agents end; kill what outlives its grace."""
+    """Pass on records and requests to stop until the agents end; kill what outlives its grace.
+
+    The agents are ended when the run's folder is gone or another one.
+    """
     grace_seconds = attempt.request.plan.config.launcher.grace_seconds
     stop.forward_to(agents, attempt.tag)
     deadline = float("inf")
     is_running = is_stop_recorded = False
     while agents.poll() is None:
+        if folder.problem() is not None:
+            _end_agents(agents, attempt.tag, grace_seconds)
+            return
         records.poll()
         stop.check_time()
         if stop.save_reason and not is_stop_recorded:
             is_stop_recorded = True
             with suppress(OSError):  # a full disk, which the ranks report
                 writer.write(
-                    "stopping", reason=stop.save_reason, within_seconds=stop.patience_seconds
+                    "stopping",
+                    reason=stop.save_reason,
+                    within_seconds=stop.patience_seconds,
+                    **({"estimates": stop.estimates} if stop.estimates else {}),
                 )
         if records.has_started and not is_running:
             with suppress(OSError):  # a file system that fails for a moment: try again
@@ -379,6 +413,16 @@ def _watch_agents(
             deadline = min(deadline, latest)
         if time.monotonic() > deadline:
             terminate_processes(attempt.tag, grace_seconds=0)
+        time.sleep(_POLL_SECONDS)
+
+
+def _end_agents(agents: Agents, tag: RunTag, grace_seconds: float) -> None:
+    """End the agents and wait for it; kill what outlives its grace."""
+    agents.terminate()
+    deadline = time.monotonic() + grace_seconds + agents.margin_seconds
+    while agents.poll() is None:
+        if time.monotonic() > deadline:
+            terminate_processes(tag, grace_seconds=0)
         time.sleep(_POLL_SECONDS)
 
 

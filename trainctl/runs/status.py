@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -177,9 +178,11 @@ class Heartbeat:
 
     Args:
         path: The rank's file; truncated, or made with its folder.
+        check: Called with every beat; its error ends the rank.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
         ensure_folder(path.parent)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._step = 0
@@ -194,6 +197,7 @@ class Heartbeat:
             step: Optimizer steps done; None keeps the last number.
             doing: Activity in a few plain words.
         """
+        self._check()
         self._step = self._step if step is None else step
         record = {"monotonic": time.monotonic(), "phase": phase.value, "step": self._step}
         record |= {"doing": doing[:_MAX_DOING_LENGTH]} if doing else {}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from trainctl.engines.flight_recorder import answer_requests, write_failed_record
 from trainctl.runs.command import FORK_FLAG, begin_rank, ignore_scheduler_sigterm
+from trainctl.runs.held_folder import HeldFolder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import die_with_parent, gc_disabled
 from trainctl.runs.status import Heartbeat
@@ -47,7 +48,7 @@ def main() -> int:
     attempt, rank = run.attempt(arguments.attempt), int(os.environ["RANK"])
     # Before the first beat: the agent sends SIGUSR1 to a silent rank to get its stacks.
     answer_requests(attempt.flight_record(rank), attempt.flight_request)
-    heartbeat = Heartbeat(attempt.heartbeat(rank))
+    heartbeat = Heartbeat(attempt.heartbeat(rank), HeldFolder(run).require)
     # Slow imports start here: a rank whose agent is gone has exited before them.
     from trainctl.errors import TrainctlError
 
