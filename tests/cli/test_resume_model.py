@@ -10,11 +10,14 @@ import pytest
 import small_checkpoints
 
 from trainctl.cli.main import run
+from trainctl.config.compose import compose
 from trainctl.errors import ExitCode
 from trainctl.launchers.interface import Outcome
 from trainctl.runs.directory import last_attempt, open_run
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.status import State
+from trainctl.runs.records import EventWriter
+from trainctl.runs.status import State, Status, write_status
+from trainctl.tuning.input_files import missing_files
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,7 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return Outcome(exit_code=0, state=State.finished)
 
     monkeypatch.setattr("trainctl.launchers.attempts.run_on_this_machine", record)
+    monkeypatch.setattr("trainctl.launchers.sweep.run_queue", lambda *_, **__: None)
 
 
 def launched(*overrides: str) -> RunPaths:
@@ -125,3 +129,40 @@ def test_no_checkpoint_is_named_where_none_of_them_is_intact(
     assert run(["resume", "runs/a"]) == ExitCode.run_state
     said = capsys.readouterr().err
     assert "--from-start" in said and "continues from" not in said
+
+
+@pytest.mark.parametrize("command", ["resume", "launch --resume auto", "sweep"])
+def test_what_only_the_start_reads_is_not_asked_for_again(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    base = Path("base").absolute()
+    (base / "checkpoints").mkdir(parents=True)
+    weights = f"model.initial_weights={base}"
+    if command == "sweep":
+        assert run(["sweep", "recipe=tiny", weights, "optimizer.lr=1e-3", "--sweep-dir", "s"]) == 0
+        paths = open_run(Path("s/0"))
+        with EventWriter(paths.events, 1) as events:
+            events.write("launch", host="h", pid=1, ranks=1)
+        write_status(paths, Status.begin(State.stopped, 1))
+        again = ["sweep", "s", "--resume"]
+    else:
+        paths = launched(weights)
+        again = ["resume", "runs/a"]
+        if command != "resume":
+            again = ["launch", "recipe=tiny", weights, "--run-dir", "runs/a", "--resume", "auto"]
+    shutil.rmtree(base)
+    assert run(again) == ExitCode.bad_input, "without a checkpoint the weights are needed"
+    states = ["master", "exp_avg", "exp_avg_sq"]
+    small_checkpoints.save(paths, 80, states=states, scalars={"step": 80.0})
+    assert run(again) == 0, capsys.readouterr().err
+    assert last_attempt(paths) == 2
+    if command == "resume":
+        assert run([*again, "--from-start"]) == ExitCode.bad_input
+
+
+def test_frozen_weights_are_asked_for_at_each_start() -> None:
+    config = compose(["recipe=tiny", "model.initial_weights=gone", "adapter=lora"]).config
+    found = [each.message for each in missing_files(config, resumes=True)]
+    assert found == ["gone does not exist"]
+    whole = compose(["recipe=tiny", "model.initial_weights=gone"]).config
+    assert not missing_files(whole, resumes=True) and missing_files(whole)

@@ -249,6 +249,7 @@ def test_a_kill_in_any_phase_leaves_a_whole_checkpoint(tmp_path, asynchronous):
     }
     for phase, steps in expected.items():
         run = RunPaths(tmp_path / phase)
+        run.root.mkdir()
         assert _killed_at(run, phase, config) == signal.SIGKILL
         assert saved_steps(run) == steps, phase
         for info in checkpoints.list_checkpoints(run):

@@ -220,6 +220,8 @@ def check_teacher(config: RunConfig, student: Tokenizer) -> None:
     if not isinstance(objective, DistillConfig) or objective.teacher is None:
         return
     path = Path(objective.teacher).expanduser()
+    if not path.exists():  # the run has what it needs of it, or names it where it does not
+        return
     other = config_of_teacher(path)
     if other is None and not (path / "tokenizer.json").is_file():
         if student.file is None:

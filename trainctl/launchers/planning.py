@@ -149,6 +149,7 @@ def plan_config(
     composed: ComposedConfig,
     *,
     with_files: bool = False,
+    resumes: bool = False,
     tokenize: bool = False,
     folder: Path | None = None,
     exact: bool = False,
@@ -158,13 +159,14 @@ def plan_config(
 
     Args:
         with_files: Also check that the files it names exist, as before a launch.
+        resumes: Leave out the files that only the start of a run reads.
         tokenize: Tokenize the corpus if the run's length depends on it.
         folder: Folder of the user's own code; None is the current folder.
         exact: Trace the model for its budget, in a process of its own.
         calibrated: Use measurements of this machine, if the hardware is its own.
     """
     composed, unread = read_factory(composed, folder)
-    missing = missing_files(composed.config, folder) if with_files else []
+    missing = missing_files(composed.config, folder, resumes=resumes) if with_files else []
     if with_files and not any(finding.is_error for finding in missing):
         missing += check_templates(composed.config)
     is_there = not any(finding.is_error for finding in missing)
@@ -187,7 +189,7 @@ def plan_config(
     data = None
     if with_files:
         found += missing
-        found += check_inputs(composed.config)
+        found += check_inputs(composed.config, resumes=resumes)
         found += launcher_refusals(composed.config, hardware)
         if assessment.plan is not None and not unforceable(found):
             data, problems = preview_data_plan(assessment.plan)

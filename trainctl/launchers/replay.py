@@ -232,6 +232,7 @@ def plan_replay(composed: ComposedConfig, run: RunPaths) -> RunPlan:
     planned = plan_config(
         replace(composed, config=quiet),
         with_files=True,
+        resumes=bool(list_checkpoints(run)),
         tokenize=True,
         folder=user_code_folder(config, run),
     )

@@ -99,7 +99,9 @@ def plan_resume(
     elif checkpoint is None and not from_start:
         require_nothing_saved(run)
     folder = user_code_folder(composed.config, run)
-    planned = plan_config(composed, with_files=True, tokenize=True, folder=folder)
+    planned = plan_config(
+        composed, with_files=True, resumes=checkpoint is not None, tokenize=True, folder=folder
+    )
     return PlannedResume(
         continues=attempt or effective_attempt(run).number,
         changes=tuple(diff_configs(before, planned.composed.config)),

@@ -182,10 +182,13 @@ def _plan_again(item: RemainingRun, record: Sweep, *, force: bool) -> tuple[RunP
         own = None if record.config_dir is None else Path(record.config_dir)
         return _plan_of_point(lambda: compose_config(overrides, own), values, force=force)
     config = config_of(item.run)
-    if config.trains_itself and newest_checkpoint(item.run)[0] is None:
+    resumes = config.trains_itself and newest_checkpoint(item.run)[0] is not None
+    if config.trains_itself and not resumes:
         require_nothing_saved(item.run)
     folder = user_code_folder(config, item.run)
-    return _plan_of_point(lambda: recompose(config, ()), values, force=force, folder=folder)
+    return _plan_of_point(
+        lambda: recompose(config, ()), values, force=force, folder=folder, resumes=resumes
+    )
 
 
 def _recorded_overrides(item: RemainingRun, record: Sweep) -> tuple[str, ...]:
@@ -221,6 +224,7 @@ def _plan_of_point(
     *,
     force: bool,
     folder: Path | None = None,
+    resumes: bool = False,
 ) -> tuple[RunPlan, list[Finding]]:
     """Return the plan of a run and its warnings; errors name the run's values.
 
@@ -228,7 +232,9 @@ def _plan_of_point(
         TrainctlError: The plan is refused.
     """
     try:
-        planned = make_plan(composing(), with_files=True, folder=folder, tokenize=True)
+        planned = make_plan(
+            composing(), with_files=True, resumes=resumes, folder=folder, tokenize=True
+        )
         made = planned.assessment.plan
         errors = planned.unforceable_errors if force else planned.errors
         if made is None or errors:

@@ -68,26 +68,31 @@ OTHER_HEADS = re.compile(
 DECODERS = ("model.", "transformer.")
 
 
-def check_inputs(config: RunConfig, *, is_quick: bool = False) -> list[Finding]:
+def check_inputs(
+    config: RunConfig, *, is_quick: bool = False, resumes: bool = False
+) -> list[Finding]:
     """Return the problems of weights, tokenizer and corpus that can be read.
 
     Args:
         is_quick: Download nothing and start no process, for commands that only plan.
+        resumes: Whether the run has a checkpoint, which has all weights that train.
     """
     return [
-        *check_model_files(config, is_quick=is_quick),
+        *check_model_files(config, is_quick=is_quick, resumes=resumes),
         *check_tokenizer_files(config),
         *check_corpus_is_meant(config),
     ]
 
 
-def check_model_files(config: RunConfig, *, is_quick: bool = False) -> list[Finding]:
+def check_model_files(
+    config: RunConfig, *, is_quick: bool = False, resumes: bool = False
+) -> list[Finding]:
     """Return the problems of the weights that a run is to start from.
 
     Names, shapes and types are read from the headers; the values are not read. Weights from the
     Hugging Face hub are downloaded first, unless the check `is_quick`.
     """
-    if not config.trains_itself:
+    if not config.trains_itself or not _reads_initial_weights(config, resumes=resumes):
         return []
     if config.model.initial_weights is None:
         return list(_missing_weights(config))
@@ -110,6 +115,11 @@ def check_model_files(config: RunConfig, *, is_quick: bool = False) -> list[Find
     if config.model.factory is not None:  # a factory's tensor names are unknown here
         return []
     return list(_compare_tensors(config.model, folder, stored, is_quick=is_quick))
+
+
+def _reads_initial_weights(config: RunConfig, *, resumes: bool) -> bool:
+    """Return True at the start, and where frozen weights are in no checkpoint."""
+    return not resumes or is_partial(config)
 
 
 def _missing_weights(config: RunConfig) -> Iterator[Finding]:
@@ -401,21 +411,26 @@ def _bytes_for_other_models(config: RunConfig) -> Iterator[Finding]:
 NO_TOKENIZER, NO_TEMPLATE, NO_TEACHER = "TC073", "TC367", "TC471"
 
 
-def missing_files(config: RunConfig, folder: Path | None = None) -> list[Finding]:
+def missing_files(
+    config: RunConfig, folder: Path | None = None, *, resumes: bool = False
+) -> list[Finding]:
     """Return a finding for each missing path, for missing code, and for each problem of the corpus.
 
     Args:
         folder: Where the user's code is looked up; None is the current directory.
+        resumes: Whether the run has a checkpoint. Then nothing reads the initial weights, unless
+            some are frozen; and the teacher only if the run has not stored its log-probabilities.
+            Corpus, tokenizer, template, filters' lists and code are read at each start.
     """
     findings = [*check_user_code(config, folder), *_no_python(config)]
     if not config.trains_itself:
         return findings  # only trainctl's trainer needs corpus and tokenizer
     findings += [*check_text(config), *check_quality_inputs(config)]
     findings += [*_without_tokenizer(config), *_without_template(config)]
-    findings += _without_teacher(config)
+    findings += () if resumes else _without_teacher(config)
     findings += [
         Finding(rule=MISSING, key=key, message=f"{path} does not exist")
-        for key, path in _paths(config)
+        for key, path in _paths(config, resumes=resumes)
         if not Path(path).expanduser().exists()
     ]
     return findings
@@ -510,8 +525,8 @@ def _without_template(config: RunConfig) -> Iterator[Finding]:
                     )
 
 
-def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _paths(config: RunConfig, *, resumes: bool) -> Iterator[tuple[str, str]]:
     if isinstance(config.tokenizer, TokenizerFromPath) and config.tokenizer.path:
         yield "tokenizer.path", config.tokenizer.path
-    if config.model.initial_weights:
+    if config.model.initial_weights and _reads_initial_weights(config, resumes=resumes):
         yield "model.initial_weights", config.model.initial_weights
