@@ -1599,7 +1599,7 @@ class Run:
         status = self.status
         rows = {
             "run": str(self.path),
-            "state": status.state,
+            "state": status.shown_state,
             "step": status.steps_text,
             "loss": "" if status.loss is None else f"{status.loss:.4f}",
             "attempt": str(status.attempt),

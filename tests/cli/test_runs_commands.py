@@ -18,13 +18,19 @@ import pytest
 import small_checkpoints
 
 from trainctl.cli.main import run
+from trainctl.cli.record_lines import event_lines
 from trainctl.config.compose import compose
 from trainctl.errors import ExitCode
 from trainctl.hardware import resolve_hardware
+from trainctl.monitor.report.document import report_document
+from trainctl.monitor.report.history import History
+from trainctl.monitor.report.marks import mark_of
+from trainctl.monitor.report.runs_folder import RunsFolder
 from trainctl.rules.resolve import resolve
 from trainctl.runs.command import AttemptCommand, NodeCommand, write_command
 from trainctl.runs.directory import create_run, new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.listing import ResumePoint, summarise_run
 from trainctl.runs.logs import LogFollower
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import (
@@ -124,17 +130,45 @@ def test_a_run_that_stop_after_steps_ended_is_not_at_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "r", State.finished, stop_after=7)
+    paths = make_run(tmp_path / "runs" / "r", State.finished, stop_after=7)
+    assert str(summarise_run(paths)).startswith("stopped, step 7 of 160")
+    (row_of_folder,) = RunsFolder(paths.root.parent).look()[1]["runs"]
+    history = History(paths)
+    history.read()
+    (page,) = report_document([history])["runs"]
+    for shown in (row_of_folder, page):
+        assert (shown["state"], shown["step"], shown["total_steps"]) == ("stopped", 7, 160)
     assert run(["runs", "ls"]) == 0
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert row[:3] == ["r", "stopped", "7/160"]
     assert run(["runs", "status", "runs/r"]) == 0
     said = capsys.readouterr().out
-    assert "progress: step 7 of 160" in said
+    assert "state: stopped" in said and "progress: step 7 of 160" in said
     assert "training.stop_after_steps ended it; `trainctl resume` goes on" in said
     assert run(["runs", "ls", "--json"]) == 0
     (found,) = read_json(capsys)["runs"]
     assert (found["step"], found["stop_step"], found["total_steps"]) == (7, 7, 160)
+
+
+def test_lost_steps_are_those_of_the_newest_attempt(paths: RunPaths) -> None:
+    small_checkpoints.save(paths, 3)
+    assert ResumePoint.of(paths).sentence(paths).endswith("continues from step 3: 4 steps are lost")
+    plan = read_plan(paths.attempt(1).plan)
+    new_attempt(paths, plan)  # resume --step 3 leaves steps 4 to 7 behind
+    assert ResumePoint.of(paths) == ResumePoint(3, 0)
+    with EventWriter(paths.events, 2) as events:
+        events.write("step", step=4, loss=4.0, learning_rate=1e-3, tokens_per_second=10.0)
+    assert ResumePoint.of(paths) == ResumePoint(3, 1)
+
+
+def test_the_reason_of_a_callback_that_ends_the_run_is_shown() -> None:
+    end = {"event": "end", "step": 7, "reason": "callback", "callback": "score", "why": "enough"}
+    assert event_lines(end) == ["ended at step 7 by the callback score: enough"]
+    mark = mark_of({**end, "attempt": 1, "time": 0.0}, 7)
+    assert mark is not None and "the callback score: enough" in str(mark.to_json())
+    former = {**end, "callback": None}
+    del former["why"]
+    assert event_lines(former) == ["ended at step 7 by a callback"]
 
 
 def test_ls_tells_states_apart(

@@ -74,7 +74,9 @@ def test_hooks_are_called_in_order_on_all_ranks(tmp_path: Path) -> None:
 def test_a_callback_ends_the_run_as_done(tmp_path: Path, key: str) -> None:
     run = run_of(tmp_path / "run", config_of({"noting": {key: HALF}}, sample_tokens=1))
     events = list(read_events(run.events))
-    assert max(curve(run)) == HALF and events[-1]["reason"] == "callback"
+    end = events[-1]
+    assert max(curve(run)) == HALF and end["reason"] == "callback"
+    assert (end["callback"], end["why"]) == ("noting", "enough"), "although rank 1 asked"
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [HALF]
     assert any(event["event"] == "sample" for event in events)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainctl.cli.console import to_printable
 from trainctl.runs.event_descriptions import (
+    describe_callback_end,
     describe_divergence,
     describe_intervention,
     describe_mirror_problem,
@@ -161,6 +162,8 @@ def _plateau(event: Event) -> list[str]:
 
 
 def _end(event: Event) -> list[str]:
+    if event["reason"] == "callback":
+        return [f"ended at step {event['step']} by {describe_callback_end(event)}"]
     if event["reason"] != "no_improvement":
         return []
     by = f"more than {event['min_delta']:g} " if event.get("min_delta") else ""

@@ -372,7 +372,7 @@ def _print_table(found: list[RunSummary]) -> None:
     rows = [
         (
             summary.path.name,
-            "stopped" if summary.is_cut_short else summary.state,
+            summary.shown_state,
             _progress_cell(summary),
             f"{summary.loss:.4f}" if summary.loss is not None else "-",
             str(summary.attempt),
@@ -393,7 +393,7 @@ def _progress_cell(summary: RunSummary) -> str:
 
 def _status_lines(summary: RunSummary, job_state: str | None) -> list[str]:
     ended = f", exit code {summary.exit_code}" if summary.exit_code is not None else ""
-    lines = [f"run: {summary.path}", f"state: {summary.state}{ended}"]
+    lines = [f"run: {summary.path}", f"state: {summary.shown_state}{ended}"]
     if summary.message:
         lines.append(f"why: {summary.message}")
     if summary.state == LOST:

@@ -148,3 +148,10 @@ def describe_mirror_problem(event: Mapping[str, Any]) -> str:
     if not event["problem"]:
         return "the mirror gets checkpoints again"
     return f"checkpoints do not reach the mirror, and stay on this disk: {event['problem']}"
+
+
+def describe_callback_end(event: Event) -> str:
+    """Return which callback ended a run, and why, from the record of the end."""
+    name, why = event.get("callback"), event.get("why")
+    who = f"the callback {name}" if name else "a callback"
+    return f"{who}: {why}" if why else who

@@ -82,10 +82,15 @@ class RunSummary:
         stop, total = self.stop_step or 0, self.total_steps or 0
         return self.state == State.finished and stop < total and self.step >= stop
 
+    @property
+    def shown_state(self) -> str:
+        """State to show to people: a run that was cut short has stopped rather than finished."""
+        return State.stopped.value if self.is_cut_short else self.state
+
     def __str__(self) -> str:
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
         why = f": {self.message}" if self.message else ""
-        return f"{self.state}, step {self.steps_text}{loss}{why}"
+        return f"{self.shown_state}, step {self.steps_text}{loss}{why}"
 
     @property
     def steps_text(self) -> str:
@@ -279,14 +284,15 @@ class ResumePoint:
     step: int
     """Optimizer step of the newest complete checkpoint; 0 is the beginning."""
     lost: int
-    """Steps made after it, which have to be repeated."""
+    """Steps that the newest attempt made after it, which have to be repeated."""
 
     @classmethod
     def of(cls, run: RunPaths) -> ResumePoint:
         """Find it from the run's checkpoints and the end of its records."""
         checkpoint, _ = newest_checkpoint(run)
-        step = checkpoint.step if checkpoint is not None else 0
-        return cls(step, max(0, last_step(run) - step))
+        step, made = checkpoint.step if checkpoint is not None else 0, _newest_event(run, "step")
+        is_own = made.get("attempt") == last_attempt(run)
+        return cls(step, max(0, (_at(made, int, "step") or 0) - step) if is_own else 0)
 
     def sentence(self, run: RunPaths) -> str:
         """Return a sentence: ``trainctl resume a continues from step 40: 3 steps are lost``."""

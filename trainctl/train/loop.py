@@ -175,8 +175,8 @@ class Trainer:
         at_end = self._session.plan.config.checkpoint.at_end
         now.saves |= save > 0 or (finish > 0 and at_end)
         now.is_done, now.is_stopping = finish > 0, now.is_stopping or stop > 0
-        if now.is_done and not now.end:  # a callback of another rank ended the run
-            now.end = {"reason": "callback", "callback": None}
+        if now.is_done:  # the first rank records it, whichever asked
+            now.end = next(filter(None, self._session.process.gather(now.end)))
         rest = iter(sums)
         self._callbacks.after_agreement([[next(rest) for _ in own] for own in numbers])
         return stop > 0 or finish > 0

@@ -156,7 +156,7 @@ class _Run:
             "name": history.run.root.name,
             "path": str(history.run.root),
             "id": self.record["id"],
-            "state": summary.state,
+            "state": summary.shown_state,
             "is_live": summary.is_live,
             "message": summary.message,
             "missing_records": summary.missing_records,

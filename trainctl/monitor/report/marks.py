@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainctl.runs.event_descriptions import (
+    describe_callback_end,
     describe_divergence,
     describe_mirror_problem,
     describe_straggler,
@@ -135,6 +136,7 @@ def _end(event: Event) -> tuple[str, str]:
         "stop_after_steps": "training.stop_after_steps",
         "stop_requested": "asked to stop",
         "no_improvement": "the held-out loss no longer fell",
+        "callback": describe_callback_end(event),
     }
     return f"training ended at step {event['step']:,}", reasons.get(event["reason"], "")
 

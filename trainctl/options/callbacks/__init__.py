@@ -232,8 +232,12 @@ class Context(Protocol):
     def request_save(self) -> None:
         """Ask for a checkpoint after this step. One rank that asks is enough."""
 
-    def request_stop(self) -> None:
-        """Ask to end the run after this step. One rank that asks is enough."""
+    def request_stop(self, reason: str = "") -> None:
+        """Ask to end the run after this step. One rank that asks is enough.
+
+        Args:
+            reason: Why, for the console and the report; the name of the callback is added.
+        """
 
 
 @dataclass

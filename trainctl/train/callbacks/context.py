@@ -244,9 +244,9 @@ class RankContext:
     def request_save(self) -> None:
         self._now.should_save = True
 
-    def request_stop(self) -> None:
+    def request_stop(self, reason: str = "") -> None:
         self._now.should_finish = True
-        self._now.end = {"reason": "callback", "callback": self._name}
+        self._now.end = {"reason": "callback", "callback": self._name, "why": reason}
 
 
 class RankCollectives:

@@ -52,14 +52,14 @@ class Noting(Callback):
         if context.rank == 1 and context.step == self._keys.save_at:
             context.request_save()
         if context.rank == 1 and context.step == self._keys.stop_at:
-            context.request_stop()
+            context.request_stop("enough")
 
     def on_evaluate(self, context: Context) -> None:
         self._note(f"on_evaluate {sorted(context.metrics)}")
 
     def before_agreement(self, context: Context) -> Sequence[float]:
         if context.rank == 1 and context.step == self._keys.stop_in_agreement:
-            context.request_stop()
+            context.request_stop("enough")
         uneven = self._keys.uneven_from
         is_uneven = uneven is not None and context.step >= uneven
         # A rank whose peer has raised may report the lost connection, so later on both raise.

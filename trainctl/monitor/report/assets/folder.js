@@ -26,7 +26,7 @@
       { name: "run", of: (run) => run.name, show: named, head: true },
       ...found.keys.map((key, index) => ({ name: key, of: (run) => asNumber(run.values[index]) ?? run.values[index], show: (run) => run.values[index], kind: "value" })),
       { name: "state", of: (run) => run.state, show: (run) => make("span", { class: `state ${STATES[run.state] ?? ""}`, title: run.message || null }, run.state) },
-      { name: "step", of: (run) => run.step, show: (run) => run.step === null ? "–" : `${count(run.step)} / ${count(run.stop_step)}`, kind: "number" },
+      { name: "step", of: (run) => run.step, show: (run) => run.step === null ? "–" : `${count(run.step)} / ${count(run.total_steps)}`, kind: "number" },
       { name: "loss", of: (run) => run.loss, show: loss, kind: "number" },
       { name: "held-out loss", of: (run) => run.held_out, show: (run) => digits(run.held_out), kind: "number" },
       { name: "tokens/s", of: (run) => run.tokens_per_second, show: (run) => count(run.tokens_per_second), kind: "number" },

@@ -916,7 +916,7 @@
       const dot = make("span", { class: "dot" });
       dot.style.color = `var(${run.colour})`;
       const cells = [
-        `${run.step.toLocaleString("en")}${run.stop_step ? ` of ${run.stop_step.toLocaleString("en")}` : ""}`, short(lastOf(run, "loss")), held ? short(held.last) : "–",
+        `${run.step.toLocaleString("en")}${run.total_steps || run.stop_step ? ` of ${(run.total_steps || run.stop_step).toLocaleString("en")}` : ""}`, short(lastOf(run, "loss")), held ? short(held.last) : "–",
         held ? `${short(held.loss)}${bests[at] === best && state.runs.length > 1 ? " ★" : ""}` : "–", big(lastOf(run, "tokens_per_second")), big(account.tokens), duration(account.wall_seconds),
         account.steps_to_come ? duration(account.seconds_to_come) : "–", short(account.device_hours, 3), ...(priced ? [account.price ? money(account.price.so_far) : "–"] : []),
         account.repeated_steps ? `${duration(account.repeated_seconds + account.between_attempts_seconds)}, ${account.repeated_steps.toLocaleString("en")} steps` : "–", bytes(run.memory?.measured?.device_peak_bytes ?? NaN),
