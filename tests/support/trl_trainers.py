@@ -44,6 +44,21 @@ def train_with_trl(
     return found
 
 
+DEFAULTS = {
+    "lr_scheduler_type": "constant",
+    "adam_beta2": 0.95,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
 def main(
     kind: str, model: str, file: str, steps: int, rate: float, options: dict[str, Any]
 ) -> None:
@@ -84,18 +99,7 @@ def main(
                 output_dir=folder,
                 max_steps=steps,
                 learning_rate=rate,
-                lr_scheduler_type="constant",
-                adam_beta2=0.95,
-                weight_decay=0.0,
-                max_grad_norm=1.0,
-                gradient_checkpointing=False,
-                bf16=False,
-                use_cpu=True,
-                logging_steps=1,
-                report_to=[],
-                save_strategy="no",
-                disable_tqdm=True,
-                **options,
+                **DEFAULTS | options,
             ),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,

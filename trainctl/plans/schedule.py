@@ -8,8 +8,9 @@ tokens is slow in steps while the batches are small.
 
 With W the position where the warmup ends, E = x(T - 1) the position of the last of T updates:
 
-- warmup, x(s) < W:  x(s + 1) / W, times the shape's value at W
-- after it, p = (x(s) - W) / (E - W), so that p is 0 right after the warmup and 1 at the last update
+- warmup, x(s) < W:  x(s + 1) / W, with `warmup_from_zero` x(s) / W, times the shape's value at W
+- after it, p = (x(s) - W) / (E - W), so that p is 0 right after the warmup and 1 at the last
+  update; with `floor_after_end`, E = x(T)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Curve(Course):
     """Factor of the peak learning rate in each update of a run.
 
     After the warmup it is the shape of the schedule's kind (`trainctl.options.schedule`). Shapes
-    that decay to the floor reach it exactly at update T - 1. If no update is left to decay over,
+    that decay to the floor reach it exactly at update `end`. If no update is left to decay over,
     the peak is kept. Updates beyond the end keep the last value.
     """
 
@@ -67,7 +68,7 @@ class Curve(Course):
         spec, course = spec_of(self.config), replace(self, drops=drops) if drops else self
         if step >= self.warmup_steps:
             return spec.shape(course, step)
-        risen = self.position(step + 1) / self.position(self.warmup_steps)
+        risen = self.position(self.risen_steps(step)) / self.position(self.warmup_steps)
         if spec.rise is not None:
             return spec.rise(course, risen)
         return spec.shape(course, self.warmup_steps) * risen

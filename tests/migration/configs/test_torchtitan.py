@@ -141,7 +141,7 @@ def test_a_toml_is_a_run(tmp_path):
         "optimizer.beta2": 0.95,
         "optimizer.gradient_clipping": 2.0,
         "schedule.warmup_steps": 20,
-        "schedule.decay_fraction": 0.8,
+        "schedule.decay_steps": 80,
         "schedule.decay_shape": "cosine",
         "schedule.floor_ratio": 0.1,
         "activation_checkpointing.every_kth_block": 2,
@@ -230,12 +230,12 @@ def test_models_without_a_closed_form_need_their_directory():
             {"decay_ratio": 0.2, "decay_type": "sqrt", "lr_min": 0.05},
             {
                 "schedule": "wsd",
-                "schedule.decay_fraction": 0.2,
+                "schedule.decay_steps": 20,
                 "schedule.decay_shape": "one_minus_sqrt",
                 "schedule.floor_ratio": 0.05,
             },
         ),
-        ({"decay_type": "sqrt"}, {"schedule": "wsd", "schedule.decay_fraction": 0.8}),
+        ({"decay_type": "sqrt"}, {"schedule": "wsd", "schedule.decay_steps": 80}),
     ],
 )
 def test_schedules(scheduler, expected):

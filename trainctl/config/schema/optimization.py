@@ -126,6 +126,11 @@ class ScheduleConfig:
             "schedule.warmup_steps=null and warmup_tokens=null, which replace it",
         ),
     )
+    warmup_from_zero: bool = option(
+        False,
+        "Begin the warmup with an update at rate 0, as transformers and GPT-NeoX do; by default "
+        "the last update of the warmup is at the peak.",
+    )
 
 
 @dataclass

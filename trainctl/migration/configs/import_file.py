@@ -17,7 +17,7 @@ from trainctl.config.reading import read_bytes
 from trainctl.config.yaml_files import EXPONENT, MOST_BYTES, read_scalar
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.migration.configs.import_json import import_json_file
-from trainctl.migration.configs.import_table import flatten, import_document
+from trainctl.migration.configs.import_table import SIZES, flatten, import_document
 from trainctl.migration.configs.pickled import read_pickled
 from trainctl.migration.configs.result import ImportResult
 from trainctl.migration.configs.tables import DEEPSPEED, detect, load_table, tool_names
@@ -292,7 +292,7 @@ def _model_finding(path: Any) -> Finding:
 
 def _fewest_ranks(imported: ImportResult) -> int:
     ranks = 1
-    for axis in ("tensor", "pipeline", "sequence", "context", "expert"):
-        size = imported.settings.get(f"parallelism.{axis}")
+    for key in SIZES:
+        size = imported.settings.get(key)
         ranks *= size if isinstance(size, int) and size > 0 else 1
     return ranks

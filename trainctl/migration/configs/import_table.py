@@ -21,6 +21,10 @@ FREE = ("callbacks.", "deepspeed.", "logging.", "model.")
 
 
 LENGTH = "training.sequence_length"
+HELD_OUT, NO_HELD_OUT = "data.held_out_paths", "TC571"
+EVERY = "training.evaluate_every_steps"
+AXES = ("tensor", "pipeline", "sequence", "context", "expert")
+SIZES = tuple(f"parallelism.{axis}" for axis in AXES)
 
 
 @dataclass
@@ -225,6 +229,7 @@ def import_document(
     for function in dict.fromkeys(entry.convert for entry in table.keys.values() if entry.convert):
         converter(function)(conversion)
     _make_room_for_answers(conversion)
+    _settle_held_out(conversion)
     left = {each.key for each in conversion.converted.left_out}
     conversion.converted.imported = (conversion.converted.imported | to_convert) - left
     return _result(conversion)
@@ -239,15 +244,52 @@ def _make_room_for_answers(conversion: Conversion) -> None:
     if load_spec("objective", kind).takes not in (SampleKind.pairs, SampleKind.answers):
         return
     converted.settings[LENGTH] = 2 * length
-    names = (
-        name for name, entry in conversion.table.keys.items() if LENGTH in (entry.key, *entry.to)
-    )
     conversion.leave(
-        next(names),
+        _key_for(conversion, LENGTH),
         f"it is of a prompt with one answer, and a sample has two of both: {2 * length} here",
         f"{LENGTH}={2 * length}",
         value=length,
     )
+
+
+def _key_for(conversion: Conversion, ours: str) -> str:
+    """Return the table's first key that the document gives for trainctl's key, else its first."""
+    names = [
+        name for name, entry in conversion.table.keys.items() if ours in (entry.key, *entry.to)
+    ]
+    return next(filter(conversion.given, names), names[0] if names else ours)
+
+
+def _settle_held_out(conversion: Conversion) -> None:
+    """Hold out what the source evaluates on: nothing that it trains on, nothing by default."""
+    settings, table = conversion.converted.settings, conversion.table
+    meant = {ours for entry in table.keys.values() for ours in (entry.key, *entry.to)}
+    if meant.isdisjoint((HELD_OUT, EVERY)):
+        return  # evaluations are the script's
+    named = settings.get(HELD_OUT, [])
+    trained = [path for path in named if path in settings.get("data.paths", [])]
+    if trained:
+        settings[HELD_OUT] = [path for path in named if path not in trained]
+        conversion.leave(
+            _key_for(conversion, HELD_OUT),
+            "files are read whole, and these are trained on",
+            f"{HELD_OUT}=[FILE]",
+            value=trained,
+        )
+    if not settings.get(HELD_OUT):
+        settings.pop(HELD_OUT, None)
+        is_evaluated = settings.get(EVERY) is not None
+        is_known = settings.setdefault("data.held_out_fraction", 0.0) > 0
+        if is_evaluated and not is_known:
+            conversion.findings.append(
+                Finding(
+                    rule=NO_HELD_OUT,
+                    key=HELD_OUT,
+                    message="the source evaluates, on data that is not known here",
+                    hint=f"{HELD_OUT}=[FILE], data.held_out_fraction=0.05, or "
+                    "training.evaluation_samples=0",
+                )
+            )
 
 
 def _apply(conversion: Conversion, key: str, value: Any, entry: TableEntry | None) -> None:
@@ -286,6 +328,8 @@ def _take(conversion: Conversion, key: str, entry: TableEntry, value: Any) -> No
             converted.leave(key, value, reason, entry.nearest or known)
             return
         value = found[0]
+    if entry.key in SIZES and is_number(value):
+        value = max(1, value)  # 0 and -1 switch an axis off
     if isinstance(value, Mapping) and "left" in value:
         converted.leave(key, conversion.leaves.get(key), value["left"], value.get("nearest", ""))
     elif key:

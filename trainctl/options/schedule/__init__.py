@@ -3,7 +3,8 @@
 A shape is a function of the `Course` of a run and of an update's number. It gives the factor of the
 peak learning rate after the warmup. The formulas use p = (x - W) / (E - W), where x is the position
 along the curve (the number of the update, from 0, or the tokens before it), W the position of the
-warmup's end, E the position of the last update and f the floor.
+warmup's end, E the position of the last update (with `floor_after_end` of the one after it) and f
+the floor.
 """
 
 from __future__ import annotations
@@ -33,7 +34,18 @@ class WithFloor(ScheduleConfig):
 
 
 @dataclass
-class WithDecay(WithFloor):
+class WithEnd(WithFloor):
+    """Keys of a schedule that reaches its floor at the end of the run."""
+
+    floor_after_end: bool = option(
+        False,
+        "Reach the floor one step after the run, as transformers, GPT-NeoX and torchtitan do; by "
+        "default the last update has it.",
+    )
+
+
+@dataclass
+class WithDecay(WithEnd):
     """Keys of a schedule that stays at the peak until a final decay."""
 
     decay_steps: int | None = option(
@@ -179,24 +191,34 @@ class Course:
         A longer run can resume from a checkpoint at or before this step as if the longer run had
         been planned from the start.
         """
-        return max(self.warmup_steps, self.total_steps - 1 - self.decay_steps) + 1
+        return max(self.warmup_steps, self.end - self.decay_steps) + 1
+
+    @property
+    def end(self) -> int:
+        """Number of the update that has the floor: the last one, or the one after it."""
+        is_after = isinstance(self.config, WithEnd) and self.config.floor_after_end
+        return self.total_steps if is_after else max(0, self.total_steps - 1)
 
     def position(self, step: int) -> int:
         """Return x(s): the position along the curve before update number `step`."""
         return schedule_position(self.config, self.batches, step)
+
+    def risen_steps(self, step: int) -> int:
+        """Return how many steps of the warmup update number `step` has risen by."""
+        return step if self.config.warmup_from_zero else step + 1
 
     def way(self, step: int) -> int:
         """Return x(s) - W: positions since the end of the warmup."""
         return self.position(step) - self.position(self.warmup_steps)
 
     def progress(self, step: int, start: int | None = None) -> float:
-        """Return 0 before update number `start`, 1 before the last; 0 if nothing lies between.
+        """Return 0 before update number `start`, 1 before `end`; 0 if nothing lies between.
 
         Args:
             start: None means the first update after the warmup.
         """
         first = self.position(self.warmup_steps if start is None else start)
-        last = self.position(max(0, self.total_steps - 1))
+        last = self.position(self.end)
         if last <= first:
             return 0.0
         return min(1.0, max(0.0, (self.position(step) - first) / (last - first)))

@@ -11,7 +11,7 @@ from trainctl.options.schedule import (
     Schedule,
     ScheduleForm,
     ScheduleParameter,
-    WithFloor,
+    WithEnd,
     interpolate_from,
     warmup_max_lr,
 )
@@ -24,7 +24,7 @@ def shape(course: Course, step: int) -> float:
 
 SPEC = Schedule(
     name="cosine",
-    keys=WithFloor,
+    keys=WithEnd,
     shape=shape,
     floor=(0.1, "to a tenth, as in the GPT-3 and Llama papers"),
     deepspeed=ScheduleForm(

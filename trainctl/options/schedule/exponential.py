@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainctl.options.schedule import Course, Schedule, WithFloor
+from trainctl.options.schedule import Course, Schedule, WithEnd
 
 
 def shape(course: Course, step: int) -> float:
@@ -12,7 +12,7 @@ def shape(course: Course, step: int) -> float:
 
 SPEC = Schedule(
     name="exponential",
-    keys=WithFloor,
+    keys=WithEnd,
     shape=shape,
     floor=(0.1, "to a tenth: it never reaches zero"),
     why_not_zero="decays to the floor and never reaches 0",

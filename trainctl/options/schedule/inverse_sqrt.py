@@ -8,9 +8,9 @@ from trainctl.options.schedule import Course, Schedule, WithFloor
 
 
 def shape(course: Course, step: int) -> float:
-    """Return max(f, sqrt(W / x(s + 1)))."""
+    """Return max(f, sqrt(W / x(s + 1))), with `warmup_from_zero` of x(s)."""
     start = max(course.position(course.warmup_steps), course.position(1))
-    return max(course.floor, sqrt(start / course.position(step + 1)))
+    return max(course.floor, sqrt(start / course.position(max(1, course.risen_steps(step)))))
 
 
 SPEC = Schedule(

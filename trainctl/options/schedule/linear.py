@@ -7,14 +7,14 @@ from trainctl.options.schedule import (
     WARMUP,
     Schedule,
     ScheduleForm,
-    WithFloor,
+    WithEnd,
     linear_decay,
     warmup_max_lr,
 )
 
 SPEC = Schedule(
     name="linear",
-    keys=WithFloor,
+    keys=WithEnd,
     shape=linear_decay,
     floor=(0.0, "down to zero, arXiv:2502.15938"),
     # DeepSpeed's line ends at 0, like this one's default floor.

@@ -4,11 +4,11 @@ back.
 
 from __future__ import annotations
 
-from trainctl.options.schedule import Schedule, WithFloor, interpolate_from, linear_decay
+from trainctl.options.schedule import Schedule, WithEnd, interpolate_from, linear_decay
 
 SPEC = Schedule(
     name="one_cycle",
-    keys=WithFloor,
+    keys=WithEnd,
     shape=linear_decay,
     floor=(0.01, "from a hundredth and back"),
     rise=lambda course, risen: interpolate_from(course.floor, risen),

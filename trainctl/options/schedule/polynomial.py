@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainctl.config.schema.option import option
-from trainctl.options.schedule import Course, Schedule, WithFloor, interpolate_from
+from trainctl.options.schedule import Course, Schedule, WithEnd, interpolate_from
 
 
 @dataclass
-class PolynomialConfig(WithFloor):
+class PolynomialConfig(WithEnd):
     """Keys of polynomial decay."""
 
     power: float = option(1.0, "Exponent of the polynomial decay.", above=0)

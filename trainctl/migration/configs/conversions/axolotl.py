@@ -77,7 +77,7 @@ def _layers(source: Conversion) -> None:
         source.set("adapter.targets", targets, "lora_target_linear")
     elif isinstance(targets, list) and all(_is_name(each) for each in targets):
         names = "lora_target_modules", "lora_target_parameters"
-        source.set("adapter.targets", trainer.with_experts(source, targets), *names)
+        trainer.set_targets(source, trainer.with_experts(source, targets), *names)
     elif source.given("lora_target_modules"):
         source.leave("lora_target_modules")
     saved = source.texts("lora_modules_to_save")
@@ -237,6 +237,7 @@ def schedule(source: Conversion) -> None:
         )
         source.set("schedule", NEAR[kind])
         source.set("schedule.floor_ratio", 0.0)
+        trainer.set_ends(source)
         trainer.warmup(source)
         source.ignore(f"of {kind}", "lr_scheduler_kwargs")
     else:
@@ -308,7 +309,6 @@ def sharding(source: Conversion) -> None:
     """Convert DeepSpeed's JSON or torch's FSDP; without either all states are on every rank."""
     parts = [name for name in source.leaves if re.match(r"fsdp(_config)?(\.|$)", name)]
     if source.given("deepspeed"):
-        source.set("zero_stage", "0")
         convert_file(source, "deepspeed")
     elif any(source.leaves[name] not in (None, [], "") for name in parts):
         fsdp_section(source, parts)

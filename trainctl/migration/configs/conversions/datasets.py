@@ -45,7 +45,12 @@ def place(source: Conversion, path: Any, files: Any = None, revision: Any = None
     if path in ("json", "jsonl", "parquet", "text", "csv", "arrow") and names:
         return names  # a format of `datasets`, whose files are listed
     root = path if is_local or "://" in path else f"{HUB}{path}{f'@{revision}' if revision else ''}"
-    return [f"{root.rstrip('/')}/{name}" for name in names] or [root]
+    return [join(root, name) for name in names] or [root]
+
+
+def join(folder: str, name: str) -> str:
+    """Return the path of a file in a folder, or its URL in a store; an absolute one stays."""
+    return name if name.startswith("/") or "://" in name else f"{folder.rstrip('/')}/{name}"
 
 
 def choose_data(source: Conversion, parts: list[DataPart], *, epochs: str) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainctl.config.json_file import read_json
-from trainctl.errors import TrainctlError
+from trainctl.errors import Finding, TrainctlError
 from trainctl.migration.configs.import_json import import_json, world_size_of
 from trainctl.migration.configs.import_table import Conversion
 from trainctl.migration.configs.result import Why
 from trainctl.rules.deepspeed.case import JsonContext
 from trainctl.rules.registry import check_json
 
+NO_JSON = "TC570"
 OPEN_BATCH = {"train_micro_batch_size_per_gpu": "auto"}
 """Key of a JSON whose batch the other program fills in."""
 
@@ -29,22 +30,28 @@ def convert_file(source: Conversion, name: str) -> None:
     except (TrainctlError, OSError, ValueError):
         document = None
     if document is None or not document.is_readable:
-        source.leave(
-            name,
-            f"there is no readable JSON {path}",
-            "trainctl config import FILE, for that file",
-        )
+        _leave_json(source, name, f"there is no readable JSON {path}")
     else:
         _convert(source, document.value, name)
+
+
+def _leave_json(source: Conversion, name: str, reason: str) -> None:
+    """Leave out a JSON: the ZeRO stage that it asks for is missing."""
+    source.leave(name, reason, "trainctl validate --deepspeed FILE")
+    source.converted.choices.pop("zero_stage", None)
+    source.findings.append(
+        Finding(rule=NO_JSON, key="zero_stage", message=f"{name}: {reason}", hint="zero_stage=N")
+    )
 
 
 def _convert(source: Conversion, json: Mapping[str, Any], name: str) -> None:
     """Convert a whole JSON; what is left out of it is told with the place of the JSON."""
     wrong = _first_error(source, json)
     if wrong:
-        source.leave(name, f"DeepSpeed refuses it: {wrong}", "trainctl validate --deepspeed FILE")
+        _leave_json(source, name, f"DeepSpeed refuses it: {wrong}")
         return
     result = import_json(json, world_size=_ranks(source, json))
+    source.set("zero_stage", "0", name)
     for ours, value in {**result.choices, **result.all_settings}.items():
         source.set(ours, value, name)
     for left in result.left_out:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainctl.migration.configs.import_table import Conversion
+from trainctl.migration.configs.import_table import SIZES, Conversion
 
 STAGES = {
     "FULL_SHARD": "3",
@@ -73,7 +73,6 @@ def group_size(shards: Any, copies: int, ranks: int | None) -> int:
     return 0 if ranks is None or ranks % copies else ranks // copies
 
 
-AXES = ("tensor", "pipeline", "sequence", "context", "expert")
 FORMATS = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
 COMPILED = ("compiled", "deepcompile", "liger")
@@ -83,7 +82,7 @@ def _is_supported(source: Conversion) -> bool:
     """Return True if `engine=fsdp2` does what has been converted so far (docs/fsdp2.md)."""
     choices, settings = source.converted.choices, source.converted.settings
     return (
-        all(settings.get(f"parallelism.{axis}", 1) == 1 for axis in AXES)
+        all(settings.get(size, 1) == 1 for size in SIZES)
         and choices.get("precision", "bf16") in FORMATS
         and choices.get("optimizer", "adamw") in OPTIMIZERS
         and choices.get("adapter", "none") == "none"

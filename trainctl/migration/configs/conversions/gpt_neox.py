@@ -9,6 +9,7 @@ from typing import Any
 
 from trainctl.migration.configs.conversions.deepspeed import convert_section
 from trainctl.migration.configs.conversions.model_shape import missing_vocabulary, set_shape
+from trainctl.migration.configs.conversions.trainer import set_ends
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
 
@@ -315,6 +316,9 @@ def schedule(source: Conversion) -> None:
         source.set("schedule.floor_ratio", round(ratio, 9), "min_lr")
         if style == "linear" and lowest > 0:
             source.leave("min_lr")
+        elif style == "exponential" and ratio > exp(-0.693):
+            source.leave("min_lr", "the curve falls to the lowest rate; there it is cut off at it")
+    set_ends(source)
     _schedule_end(source)
     if source.given("warmup_iters"):
         source.set("schedule.warmup_steps", source.count("warmup_iters"), "warmup_iters")

@@ -8,10 +8,10 @@ from typing import Any
 from trainctl.config.reading import read_json
 from trainctl.errors import TrainctlError
 from trainctl.migration.configs.conversions import optimizers, trainer
-from trainctl.migration.configs.conversions.datasets import DataPart, choose_data, place
+from trainctl.migration.configs.conversions.datasets import DataPart, choose_data, join, place
 from trainctl.migration.configs.conversions.deepspeed import convert_file
 from trainctl.migration.configs.import_file import read_document
-from trainctl.migration.configs.import_table import Conversion
+from trainctl.migration.configs.import_table import SIZES, Conversion
 
 BASE = ("quantization_bit", "quantization_method", "quantization_type", "double_quantization")
 
@@ -47,7 +47,7 @@ def _lora(source: Conversion) -> None:
     source.set("adapter.alpha", float(source.number("lora_alpha") or 2 * rank), "lora_alpha")
     source.set("adapter.dropout", float(source.number("lora_dropout") or 0), "lora_dropout")
     targets = _names(source, "lora_target")
-    source.set("adapter.targets", [] if targets == ["all"] else targets, "lora_target")
+    trainer.set_targets(source, [] if targets == ["all"] else targets, "lora_target")
     if source.given("additional_target"):
         also = [
             trainer.ALSO_TRAINED.get(name, name) for name in _names(source, "additional_target")
@@ -186,7 +186,7 @@ def _places(source: Conversion, info: Mapping[str, Any], name: str) -> list[str]
     if entry.get("hf_hub_url"):
         return place(source, entry["hf_hub_url"])
     file = entry.get("file_name")
-    return [f"{source.get('dataset_dir')}/{file}"] if isinstance(file, str) else []
+    return [join(str(source.get("dataset_dir")), file)] if isinstance(file, str) else []
 
 
 def held_out(source: Conversion) -> None:
@@ -234,11 +234,9 @@ def recomputation(source: Conversion) -> None:
 
 def sharding(source: Conversion) -> None:
     """Convert DeepSpeed's JSON; without one, and without FSDP, all states are on every rank."""
-    axes = ("tensor", "pipeline", "sequence", "context", "expert")
-    sizes = (source.converted.settings.get(f"parallelism.{axis}") for axis in axes)
+    sizes = (source.converted.settings.get(size) for size in SIZES)
     is_megatron = source.given("use_distributed_optimizer") or any(sizes)
     if source.given("deepspeed"):
-        source.set("zero_stage", "0")
         convert_file(source, "deepspeed")
     elif not is_megatron and "zero_stage" not in source.converted.choices:
         source.set("zero_stage", trainer.least_stage(source))
@@ -339,7 +337,7 @@ def v1_method(source: Conversion) -> None:
         source.set("adapter.dropout", dropout, f"{part}lora_dropout")
         targets = source.texts(f"{part}target_modules")
         targets = [] if targets == ["all"] else targets
-        source.set("adapter.targets", targets, f"{part}target_modules")
+        trainer.set_targets(source, targets, f"{part}target_modules")
         saved = source.texts(f"{part}modules_to_save")
         also = [trainer.ALSO_TRAINED.get(name, name) for name in saved]
         source.set("adapter.also_train", also, f"{part}modules_to_save")
@@ -364,7 +362,6 @@ def v1_sharding(source: Conversion) -> None:
     """Convert DeepSpeed's JSON or FSDP2; without either all states are on every rank."""
     kind, part = source.get("dist_config.name"), "dist_config."
     if kind == "deepspeed" and source.given(f"{part}config_file"):
-        source.set("zero_stage", "0")
         convert_file(source, f"{part}config_file")
     elif kind in ("fsdp2", "fsdpturbo"):
         is_kept = source.get(f"{part}reshard_after_forward") is False

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from trainctl.migration.configs.conversions import trl
+from trainctl.migration.configs.conversions import trainer, trl
 from trainctl.migration.configs.conversions.grpo import set_kl_weight, set_lengths
-from trainctl.migration.configs.conversions.trainer import SCHEDULES
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
 
@@ -99,8 +98,8 @@ def adapter(source: Conversion) -> None:
     source.set("adapter.rank", rank, "ds.lora.rank")
     source.set("adapter.alpha", source.number("ds.lora.alpha"), "ds.lora.alpha")
     source.set("adapter.dropout", source.number("ds.lora.dropout"), "ds.lora.dropout")
-    source.set(
-        "adapter.targets", [] if targets == ["all-linear"] else targets, "ds.lora.target_modules"
+    trainer.set_targets(
+        source, [] if targets == ["all-linear"] else targets, "ds.lora.target_modules"
     )
     weights = "nf4" if source.is_on("ds.load_in_4bit") else "compute"
     source.set("adapter.base_weights", weights, "ds.load_in_4bit")
@@ -110,11 +109,11 @@ def data(source: Conversion) -> None:
     """Convert data sets, their splits and the keys of their records."""
     kind, split = _kind(source), str(source.get("data.dataset_split"))
     sets = [each for name in source.texts("data.dataset") for each in name.split(",") if each]
-    source.set("data.paths", [_place(source, each, split) for each in sets], "data.dataset")
+    source.set("data.paths", _places(source, sets, split), "data.dataset")
     held_out = source.texts("eval.dataset")
     if held_out:
         its_split = str(source.get("eval.split") or "test")
-        places = [_place(source, each, its_split) for each in held_out]
+        places = _places(source, held_out, its_split)
         source.set("data.held_out_paths", places, "eval.dataset", "eval.split")
     else:
         source.ignore("of eval.dataset", "eval.split")
@@ -135,9 +134,13 @@ def data(source: Conversion) -> None:
         source.ignore(reason, "data.apply_chat_template")
 
 
-def _place(source: Conversion, name: str, split: str) -> str:
-    folder, _, suffix = name.partition("@")
-    return trl.place_of(source, folder, suffix or "default", split)
+def _places(source: Conversion, names: list[str], split: str) -> list[str]:
+    parted = (name.partition("@") for name in names)
+    return [
+        place
+        for folder, _, suffix in parted
+        for place in trl.places_of(source, folder, suffix or "default", split)
+    ]
 
 
 def lengths(source: Conversion) -> None:
@@ -186,12 +189,13 @@ def optimizer(source: Conversion) -> None:
 def schedule(source: Conversion) -> None:
     """Convert the schedule and its lowest rate."""
     kind = str(source.get("lr_scheduler"))
-    if kind not in SCHEDULES:
+    if kind not in trainer.SCHEDULES:
         source.leave("lr_scheduler")
-    option, keys = SCHEDULES.get(kind, ("cosine", {}))
+    option, keys = trainer.SCHEDULES.get(kind, ("cosine", {}))
     source.set("schedule", option, "lr_scheduler")
     for key, value in keys.items():
         source.set(f"schedule.{key}", value)
+    trainer.set_ends(source)
     if kind == "cosine_with_min_lr":
         source.set("schedule.floor_ratio", source.number("min_lr_ratio"), "min_lr_ratio")
     else:
@@ -311,10 +315,10 @@ def saving(source: Conversion) -> None:
         ("eval.steps", "training.evaluate_every_steps"),
     ):
         steps = source.number(name) or -1
-        if steps >= 1:
-            source.set(ours, int(steps), name)
-        else:
+        if steps < 1 or (name == "eval.steps" and not source.given("eval.dataset")):
             source.ignore("it is off", name)
+        else:
+            source.set(ours, int(steps), name)
 
 
 def trackers(source: Conversion) -> None:

@@ -217,11 +217,13 @@ def schedule(source: Conversion) -> None:
     else:
         source.set("schedule", "wsd", "lr_scheduler.decay_ratio")
         source.set("schedule.decay_shape", SHAPES.get(kind, "linear"), "lr_scheduler.decay_type")
-        warmup = source.count("lr_scheduler.warmup_steps") / source.count("training.steps")
-        share = 1.0 - warmup if part is None else float(part)
-        source.set("schedule.decay_fraction", round(share, 6), "lr_scheduler.decay_ratio")
+        steps = source.count("training.steps")
+        most = max(0, steps - source.count("lr_scheduler.warmup_steps"))
+        decay = most if part is None else min(most, round(steps * part))
+        source.set("schedule.decay_steps", decay, "lr_scheduler.decay_ratio")
     if part != 0:
         source.set("schedule.floor_ratio", lowest, "lr_scheduler.min_lr_factor")
+        source.set("schedule.floor_after_end", True)
     if not source.given("training.warmup_pct"):
         steps = source.number("lr_scheduler.warmup_steps") or 0
         source.set("schedule.warmup_steps", max(0, int(steps)), "lr_scheduler.warmup_steps")

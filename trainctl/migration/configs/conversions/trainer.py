@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 from trainctl.migration.configs.import_table import Conversion, is_number
@@ -61,6 +62,26 @@ def least_stage(source: Conversion) -> str:
     return "1" if needs or experts != 1 else "0"
 
 
+def set_targets(source: Conversion, targets: list[str], *names: str) -> None:
+    """Set the layers with an adapter, which are those of the blocks: not the embeddings or the
+    head, unless nothing else is named, which a plan refuses.
+
+    Args:
+        names: Keys of the source that ask for them; the first has the names of layers.
+    """
+    outside = [each for each in targets if each.rpartition(".")[2] in ALSO_TRAINED]
+    if outside:
+        also = {ALSO_TRAINED[each.rpartition(".")[2]] for each in outside}
+        source.leave(
+            names[0],
+            "adapters are on the blocks' layers",
+            f"adapter.also_train=[{','.join(sorted(also))}], which trains them whole",
+            value=outside,
+        )
+    within = [each for each in targets if each not in outside]
+    source.set("adapter.targets", within or targets, *names)
+
+
 def with_experts(source: Conversion, targets: list[str]) -> list[str]:
     """Return the targets of an adapter with the stacked experts that PEFT names apart.
 
@@ -81,7 +102,7 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "cosine": ("cosine", {"floor_ratio": 0.0}),
     "constant": ("constant", {}),
     "constant_with_warmup": ("constant", {}),
-    "polynomial": ("polynomial", {"power": 1.0, "floor_ratio": 0.0}),
+    "polynomial": ("polynomial", {"power": 1.0}),
     "inverse_sqrt": ("inverse_sqrt", {"floor_ratio": 0.0}),
     "reduce_lr_on_plateau": ("plateau", {"step_factor": 0.1, "plateau_patience": 11}),
     "cosine_with_min_lr": ("cosine", {}),
@@ -108,10 +129,24 @@ def convert_schedule(source: Conversion, name: str) -> None:
         source.set("schedule", option, name)
         for key, value in keys.items():
             source.set(f"schedule.{key}", value)
-    _schedule_arguments(source, kind)
+    set_ends(source)
     warmup(source, is_used=kind != "constant")
+    _schedule_arguments(source, kind)
+    if kind == "cosine_warmup_with_min_lr":
+        source.leave(name, "its rate falls from the last step of the warmup on; here from the next")
+        source.set("schedule.warmup_from_zero", False)
+        source.set("schedule.floor_after_end", False)
 
 
+def set_ends(source: Conversion) -> None:
+    """Set where a schedule of torch's LambdaLR begins and ends: at the rates 0 and floor, before
+    the first step and after the last.
+    """
+    source.set("schedule.warmup_from_zero", True)
+    source.set("schedule.floor_after_end", True)
+
+
+WARMUP = "schedule.warmup_steps"
 DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "one_minus_sqrt"}
 """Shape of the final decay for each `decay_type`."""
 
@@ -121,6 +156,8 @@ def _schedule_arguments(source: Conversion, kind: str) -> None:
     name = "lr_scheduler_kwargs"
     given = source.get(name)
     arguments = dict(given) if isinstance(given, dict) else {}
+    if kind == "polynomial":
+        arguments.setdefault("lr_end", 1e-7)
     known = {}
     for argument, value in arguments.items():
         found = _schedule_argument(kind, argument, value, source.number("learning_rate"))
@@ -128,6 +165,8 @@ def _schedule_arguments(source: Conversion, kind: str) -> None:
             known[argument] = found
     for ours, value in known.values():
         source.set(ours, value, name)
+    if kind == "warmup_stable_decay" and source.converted.settings["schedule.floor_ratio"]:
+        source.leave("lr_scheduler_type", "the warmup begins at the floor there, and at 0 here")
     if kind == "cosine_with_restarts":
         _restarts(source, arguments)
         known["num_cycles"] = ("", 0)
@@ -172,12 +211,17 @@ def _schedule_argument(
 
 def _restarts(source: Conversion, arguments: dict[str, Any]) -> None:
     """Convert the number of cycles to their length, which needs the length of the run."""
-    steps, warmup = source.count("max_steps"), source.count("warmup_steps")
+    steps, warmup = source.count("max_steps"), source.converted.settings.get(WARMUP) or 0
     cycles = arguments.get("num_cycles", 1)
-    is_known = steps > warmup and is_number(cycles) and cycles >= 1
-    if is_known and not source.get("warmup_ratio"):
+    if steps > warmup and is_number(cycles) and cycles >= 1:
         length = max(1, round((steps - warmup) / cycles))
         source.set("schedule.step_every", length, "lr_scheduler_type")
+        if length * cycles != steps - warmup:
+            source.leave(
+                "lr_scheduler_type",
+                f"a cycle is whole steps: {length}, where there are {(steps - warmup) / cycles:g}",
+                f"schedule.step_every={length}",
+            )
     elif cycles == 1:
         source.set("schedule", "cosine", "lr_scheduler_type")
         source.converted.settings.pop("schedule.restart_factor", None)
@@ -198,12 +242,15 @@ def warmup(source: Conversion, *, is_used: bool = True) -> None:
         for name in given:
             source.leave(name, "this schedule has no warmup there", why=Why.ignored)
     elif steps >= 1:
-        source.set("schedule.warmup_steps", int(steps), "warmup_steps")
+        source.set(WARMUP, int(steps), "warmup_steps")
         if "warmup_ratio" in given:
             source.leave("warmup_ratio", "warmup_steps replaces it", why=Why.ignored)
     else:
-        name = "warmup_steps" if steps else "warmup_ratio"
-        source.set("schedule.warmup_fraction", float(steps or ratio), name)
+        name, whole = "warmup_steps" if steps else "warmup_ratio", source.count("max_steps")
+        if whole:  # a share of it is rounded up there
+            source.set(WARMUP, ceil(whole * (steps or ratio)), name)
+        else:
+            source.set("schedule.warmup_fraction", float(steps or ratio), name)
 
 
 def saving(source: Conversion) -> None:
@@ -283,7 +330,10 @@ def convert_held_out(source: Conversion, name: str, *, has_files: bool) -> None:
         source.set("training.evaluation_samples", 0)
 
 
-ALSO_TRAINED = {"embed_tokens": "embeddings", "wte": "embeddings", "lm_head": "head"}
+ALSO_TRAINED = {
+    **dict.fromkeys(("embed_tokens", "embed_in", "wte", "word_embeddings"), "embeddings"),
+    **dict.fromkeys(("lm_head", "embed_out"), "head"),
+}
 """Parts of a model, as `adapter.also_train` names them, by the names of their modules."""
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")

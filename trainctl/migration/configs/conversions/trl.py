@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from trainctl.migration.configs.conversions import grpo, trainer
+from trainctl.migration.configs.conversions.datasets import FILE_ENDINGS, join
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
 from trainctl.models.directory import is_hub_name
@@ -35,7 +39,6 @@ def offloading(source: Conversion) -> None:
 
 
 TARGETS = ("lora_target_modules", "lora_target_parameters")
-ALSO_TRAINED = {"embed_tokens": "embeddings", "lm_head": "head"}
 
 
 def adapter(source: Conversion) -> None:
@@ -56,8 +59,8 @@ def adapter(source: Conversion) -> None:
         targets = []
     elif not targets:
         source.leave("lora_target_modules")
-    source.set("adapter.targets", trainer.with_experts(source, targets), *TARGETS)
-    also = [ALSO_TRAINED.get(name, name) for name in source.texts("lora_modules_to_save")]
+    trainer.set_targets(source, trainer.with_experts(source, targets), *TARGETS)
+    also = [trainer.ALSO_TRAINED.get(name, name) for name in source.texts("lora_modules_to_save")]
     source.set("adapter.also_train", also, "lora_modules_to_save")
     _base_weights(source)
 
@@ -93,13 +96,13 @@ def data(source: Conversion) -> None:
     parts = _parts(source, splits[0])
     if all(share == 1 for _, _, _, share in parts):
         if parts:
-            paths = [place_of(source, *place) for *place, _ in parts]
+            paths = [each for *place, _ in parts for each in places_of(source, *place)]
             source.set("data.paths", paths, "dataset_name")
     else:
         _mixture(source, kind, parts)
     names = {name: configuration for name, configuration, _, _ in parts}
     if parts and is_evaluated and len(splits) > 1 and not source.given("dataset_mixture"):
-        held_out = [place_of(source, *each, splits[1]) for each in names.items()]
+        held_out = [each for it in names.items() for each in places_of(source, *it, splits[1])]
         source.set("data.held_out_paths", held_out, "dataset_name")
     if source.given("dataset_text_field"):
         is_same = source.get("dataset_text_field") in ("text", "messages")
@@ -138,10 +141,39 @@ def _part(entry: Mapping[str, Any]) -> Part:
     return str(name), str(configuration or "default"), split, 1.0 if share is None else share
 
 
-def place_of(source: Conversion, name: str, configuration: str, split: str) -> str:
-    """Return where a data set lies: a folder, or the Parquet files of the hub."""
-    is_local = (source.folder / name).exists() or not is_hub_name(name)
-    return name if is_local else PARQUET.format(name, configuration, split)
+def places_of(source: Conversion, name: str, configuration: str, split: str) -> list[str]:
+    """Return where a split of a data set lies: its files in a folder, the folder or file if nothing
+    there is named by a split, or the Parquet files of the hub.
+    """
+    found = source.locate(name)
+    if found.is_dir():
+        files = [each for each in _data_files(found) if each.suffix in FILE_ENDINGS]
+        words = SPLITS.get(split, (split,))
+        named = [join(name, str(each)) for each in files if {*words} & {*_words_of(each)}]
+        return named or [name]
+    is_local = found.exists() or not is_hub_name(name)
+    return [name if is_local else PARQUET.format(name, configuration, split)]
+
+
+SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "validation": ("validation", "valid", "dev", "val"),
+}
+"""Words in the names of a split's files and folders (datasets, data_files.py)."""
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Return the paths in a folder and in its folders, relative to it."""
+    found = (each for pattern in ("*", "*/*") for each in folder.glob(pattern))
+    return sorted(each.relative_to(folder) for each in islice(found, MOST_FILES))
+
+
+MOST_FILES = 10_000
+
+
+def _words_of(path: Path) -> list[str]:
+    return re.split(r"[^a-z0-9]+", str(path).lower())
 
 
 def _mixture(source: Conversion, kind: str, parts: list[Part]) -> None:
@@ -150,7 +182,7 @@ def _mixture(source: Conversion, kind: str, parts: list[Part]) -> None:
     sources = {
         f"part_{number}": {
             "kind": kind,
-            "paths": [place_of(source, name, configuration, split)],
+            "paths": places_of(source, name, configuration, split),
             "epochs": round(float(share) * passes, 6),
         }
         for number, (name, configuration, split, share) in enumerate(parts, 1)
