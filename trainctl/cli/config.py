@@ -39,8 +39,8 @@ def import_config(
         list[Path],
         typer.Argument(
             metavar="FILE",
-            help="Configuration file: JSON, YAML, TOML or training_args.bin; several if the "
-            "program merges them.",
+            help="Configuration file: JSON, YAML, TOML, training_args.bin or a launch script; "
+            "several if the program merges them, or with accelerate's configuration.",
         ),
     ],
     tool: Annotated[
@@ -65,6 +65,8 @@ def import_config(
     as_json: Json = False,
 ) -> None:
     """Print the choices and overrides for a configuration of another program.
+
+    Of a launch script, the training command is read, with its ranks; nothing is run.
 
     The program is DeepSpeed, accelerate, the Trainer (TrainingArguments), TRL, OpenRLHF, Axolotl,
     LLaMA-Factory, GPT-NeoX or torchtitan. What is not carried over is said on stderr, with the

@@ -1,10 +1,8 @@
-"""Import of a configuration file of another program, detected by its content."""
+"""Import of configuration files of other programs, detected by their content."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,13 +12,16 @@ from typing import Any
 import yaml
 
 from trainctl.config.reading import read_bytes
-from trainctl.config.yaml_files import EXPONENT, MOST_BYTES, read_scalar
+from trainctl.config.yaml_files import MOST_BYTES, compose_bounded
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.migration.configs.import_json import import_json_file
 from trainctl.migration.configs.import_table import SIZES, flatten, import_document
+from trainctl.migration.configs.launch_script import LaunchScript, read_launch_script
 from trainctl.migration.configs.pickled import read_pickled
+from trainctl.migration.configs.plain import PlainValues
 from trainctl.migration.configs.result import ImportResult
-from trainctl.migration.configs.tables import DEEPSPEED, detect, load_table, tool_names
+from trainctl.migration.configs.shell import Unresolved
+from trainctl.migration.configs.tables import DEEPSPEED, KeyTable, detect, load_table, tool_names
 from trainctl.models.directory import NO_MODEL, is_hub_name
 
 CHECKED_ON = "h100-80g"
@@ -44,17 +45,86 @@ def import_file(
     file = files[0]
     if tool == DEEPSPEED and len(files) == 1:
         return import_json_file(file, world_size)
-    document = _merge({each: read_document(each) for each in files})
+    try:
+        scripts = {each: _read_script(each) for each in files if each.suffix in SCRIPTS}
+        documents = {
+            each: scripts[each].options if each in scripts else read_document(each)
+            for each in files
+        }
+    except TrainctlError:
+        if tool is None and len(files) == 1 and file.suffix not in SCRIPTS and _is_json(file):
+            return import_json_file(file, world_size)  # with a message of its own
+        raise
+    launched = {each: _accelerate_document(each, script) for each, script in scripts.items()}
+    machines = {each: x for each, x in launched.items() if x and tool != ACCELERATE}
+    if tool != ACCELERATE and len(documents) > 1:
+        table = load_table(ACCELERATE)
+        machines |= {each: x for each, x in documents.items() if table.matches(_keys_of(x))}
+        documents = {each: x for each, x in documents.items() if each not in machines} or documents
+    document = _merge(documents)
     if tool is None:
-        keys = {*document, *(key for key, _ in flatten(document))}
+        keys = _keys_of(document)
         matching = [name for name in tool_names() if load_table(name).matches(keys)]
-        if not matching and _is_json(file) and len(files) == 1:
+        if not matching and len(files) == 1 and file not in scripts and _is_json(file):
             return import_json_file(file, world_size)
         tool = detect(document, keys, file=str(file))
     table = load_table(tool)
+    source = dict(flatten(document, table))
+    _refuse_unresolved(source, table)
     imported = import_document(table, document, folder=file.parent, world_size=world_size)
+    for place, each in machines.items():
+        about = load_table(ACCELERATE)
+        source = {**dict(flatten(each, about)), **source}
+        _refuse_unresolved(source, about)
+        other = import_document(about, each, folder=place.parent, world_size=world_size)
+        imported = imported.beside(other)
+    for script in scripts.values():
+        imported = imported.with_machines(script.settings, script.findings)
     names = " and ".join(each.name for each in files)
-    return _settle(replace(imported, file=names), dict(flatten(document, table)), world_size)
+    return _settle(replace(imported, file=names), source, world_size)
+
+
+ACCELERATE = "accelerate"
+
+
+def _keys_of(document: Mapping[str, Any]) -> set[str]:
+    """Return the top-level and dotted keys of a document."""
+    return {*document, *(key for key, _ in flatten(document))}
+
+
+def _accelerate_document(file: Path, script: LaunchScript) -> dict[str, Any]:
+    """Return accelerate's configuration of a script: its file, and the command's options over it.
+
+    Raises:
+        TrainctlError: The file that the command names cannot be read.
+    """
+    if script.accelerate is None:
+        return {}
+    named = script.config_file
+    place = Path(named) if Path(named).is_absolute() else file.parent / named
+    document = read_document(place) if named else {}
+    for key, value in script.accelerate.items():
+        is_section = isinstance(value, dict) and isinstance(document.get(key), dict)
+        document[key] = {**document[key], **value} if is_section else value
+    return document
+
+
+def _refuse_unresolved(source: Mapping[str, Any], table: KeyTable) -> None:
+    """Refuse values that only a running shell knows, of keys that mean something here.
+
+    Raises:
+        TrainctlError: There is such a value.
+    """
+    for key, value in source.items():
+        entry = table.entry(key)
+        if entry is None or not (entry.key or entry.convert):
+            continue
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Unresolved):
+                raise TrainctlError(
+                    f"line {part.line}: --{key} is {part}, which only a running shell knows",
+                    hint="write the value into the script, or leave the option out of it",
+                )
 
 
 def _merge(documents: dict[Path, dict[str, Any]]) -> dict[str, Any]:
@@ -78,7 +148,10 @@ def _merge(documents: dict[Path, dict[str, Any]]) -> dict[str, Any]:
 def _is_json(file: Path) -> bool:
     if file.suffix in (".yaml", ".yml", ".bin"):
         return False  # YAML in braces, as GPT-NeoX has it, may hold comments and no JSON
-    start = read_bytes(file, most_bytes=MOST_BYTES).lstrip()[:1]
+    try:
+        start = read_bytes(file, most_bytes=MOST_BYTES).lstrip()[:1]
+    except (OSError, ValueError):
+        start = b""
     return file.suffix == ".json" or start in (b"{", b"[", b"/")
 
 
@@ -93,21 +166,20 @@ def read_document(file: Path) -> dict[str, Any]:
     """
     if file.suffix == ".bin":
         return read_pickled(file)
+    text = _read_text(file)
     try:
-        text = read_bytes(file, most_bytes=MOST_BYTES).decode("utf-8")
         if file.suffix in SCRIPTS:
-            document: Any = _with_numbers(_read_command(text))
+            document: Any = read_launch_script(text, str(file)).options
         elif file.suffix == ".toml":
             document = tomllib.loads(text)
         elif _is_json(file):
-            document = _read_json(text)
+            document = json.loads(text)
         else:
-            document = _with_numbers(yaml.safe_load(text))
-    except OSError as error:
-        raise TrainctlError(f"{file} cannot be read: {error.strerror or error}") from None
+            compose_bounded(text)
+            document = yaml.safe_load(text)
+        document = PlainValues().value(document)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise TrainctlError(f"{file} cannot be read: {words[:200]}") from None
+        raise _unreadable(file, error) from None
     if not isinstance(document, dict):
         raise TrainctlError(
             f"{file} holds no mapping of keys",
@@ -117,61 +189,34 @@ def read_document(file: Path) -> dict[str, Any]:
 
 
 SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".args")
-_PROGRAM = re.compile(r"(?<![\w.])(openrlhf)\.cli\.(train_\w+)")
-
-_ARRAY = re.compile(r"(?ms)^\s*(\w+)=\(\s*\n(.*?)^\s*\)")
-_VARIABLE = re.compile(r'(?m)^\s*(?:export |readonly )?(\w+)="?([^\s"\'$(`]+)"?\s*$')
-"""Assignments of arrays and of plain texts in a shell script."""
 
 
-def _read_command(text: str) -> dict[str, Any]:
-    """Return the options of the first training command in a shell script, with dotted keys.
+def _read_text(file: Path) -> str:
+    try:
+        return read_bytes(file, most_bytes=MOST_BYTES).decode("utf-8")
+    except OSError as error:
+        raise TrainctlError(f"{file} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise _unreadable(file, error) from None
 
-    Arrays and variables that the script sets to plain texts are inserted. The program has the key
-    of its package: `openrlhf: train_sft`. A file of options alone has none.
+
+def _unreadable(file: Path, error: Exception) -> TrainctlError:
+    words = " ".join(str(error).split()) or type(error).__name__
+    return TrainctlError(f"{file} cannot be read: {words[:200]}")
+
+
+def _read_script(file: Path) -> LaunchScript:
+    """Return what a launch script says.
 
     Raises:
-        ValueError: Its quotes do not match, or there is no option.
+        TrainctlError: It cannot be read, or has no training command.
     """
-    text = re.sub(r"\\[ \t]*\n", " ", re.sub(r"(?m)^\s*#.*\n?", "", text))
-    lines = text.splitlines()
-    line = next((line for line in lines if _PROGRAM.search(line)), " ".join(lines))
-    for array, content in _ARRAY.findall(text):
-        inserted = " ".join(content.split()).replace("\\", r"\\")
-        line = re.sub(rf'"?\$\{{{array}\[@\]\}}"?', inserted, line)
-    variables = dict(_VARIABLE.findall(text))
-    line = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), line)
-    program = _PROGRAM.search(line)
-    options: dict[str, list[Any]] = {}
-    name = ""
-    for word in shlex.split(line[program.end() :] if program else line, comments=True):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            options[name] = [read_scalar(value)] if equals else []
-        elif name:
-            options[name].append(read_scalar(word))
-    if not options:
-        raise ValueError("there is no command with options in it")
-    found: dict[str, Any] = {program[1]: program[2]} if program else {}
-    for name, each in options.items():
-        found[name] = True if not each else each[0] if len(each) == 1 else each
-    return found
-
-
-def _read_json(text: str) -> Any:
+    text = _read_text(file)
     try:
-        return json.loads(text)
-    except ValueError:  # what only DeepSpeed reads, with a message of its own
-        return {}
-
-
-def _with_numbers(value: Any) -> Any:
-    """Return a document with numbers in place of texts such as `2e-5`, which YAML 1.1 makes."""
-    if isinstance(value, dict):
-        return {str(key): _with_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(item) for item in value]
-    return float(value) if isinstance(value, str) and EXPONENT.match(value) else value
+        script = read_launch_script(text, str(file))
+        return replace(script, options=PlainValues().value(script.options))
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(file, error) from None
 
 
 YIELDING = (

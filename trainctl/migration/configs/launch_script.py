@@ -15,7 +15,7 @@ from trainctl.config.yaml_files import read_scalar
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.migration.configs.shell import Command, Unresolved, Value, read_commands
 
-SEVERAL = "TC572"
+SEVERAL, UNKNOWN = "TC572", "TC573"
 MOST_DEPTH = 4
 """Maximum depth of scripts in `bash -c`."""
 LAUNCHERS = {"torchrun": "torchrun", "deepspeed": "deepspeed", "accelerate": "accelerate"}
@@ -25,6 +25,12 @@ MODULES = {
     "deepspeed.launcher.runner": "deepspeed",
     "accelerate.commands.launch": "accelerate",
 }
+RANKS = {
+    "torchrun": ("nnodes", "nproc_per_node"),
+    "deepspeed": ("num_nodes", "num_gpus"),
+    "python": ("nodes", "ntasks_per_node"),
+}
+"""Options for the nodes, and for the ranks of each; Python's are srun's."""
 NO_TRAINING = ("echo", "printf", "pip", "pip3", "conda", "which", "command", "git", "apt-get", "[")
 """Commands whose words are no command."""
 FLAGS = {
@@ -101,33 +107,57 @@ def read_launch_script(text: str, name: str) -> LaunchScript:
     taken, *others = ranked or [each for each in found if each.words] or found
     options = _options(taken.words)
     if not options:
-        files = [word for word in taken.words if PurePath(word).suffix in (".yaml", ".yml", ".json")]
+        files = [
+            word for word in taken.words if PurePath(word).suffix in (".yaml", ".yml", ".json")
+        ]
         raise TrainctlError(
             f"{name}: {taken} has no options",
             hint=f"trainctl config import {files[0]}" if files else "import its configuration file",
         )
+    if options.get("deepspeed") is True:  # the flag of DeepSpeed's own argument parser
+        options["deepspeed"] = options.pop("deepspeed_config", "")
     program = _OPENRLHF.search(taken.program)
     if program:
         options = {"openrlhf": program[1], **options}
-    findings = ()
-    if others:
-        left = ", ".join(map(str, others))
-        findings = (
-            Finding(
-                rule=SEVERAL,
-                message=f"{name}: {taken} is imported, and not {left}",
-                hint="import a file that has the other command alone",
-                severity=Severity.warning,
-            ),
-        )
     launch = taken.launch if taken.launcher == "accelerate" else None
     return LaunchScript(
         options,
         _machines(taken),
         None if launch is None else _accelerate(launch),
         str((launch or {}).get("config_file", "")),
-        findings,
+        tuple(_findings(taken, others, name)),
     )
+
+
+def _findings(taken: Training, others: list[Training], name: str) -> Iterator[Finding]:
+    """Yield warnings of what else the script has, and of what only a running shell knows."""
+    if others:
+        yield Finding(
+            rule=SEVERAL,
+            message=f"{name}: {taken} is imported, and not {', '.join(map(str, others))}",
+            hint="import a file that has the other command alone",
+            severity=Severity.warning,
+        )
+    ranks = taken.launch.get(RANKS.get(taken.launcher, ("", ""))[1])
+    if ranks is not None and not _count(ranks):
+        yield Finding(
+            rule=UNKNOWN,
+            key="hardware.devices_per_node",
+            message=f"{name}: the ranks of {taken} are {ranks}, which is not known here",
+            hint="hardware.devices_per_node=N",
+            severity=Severity.warning,
+        )
+    if any(map(_is_own_arguments, taken.words)):
+        yield Finding(
+            rule=UNKNOWN,
+            message=f"{name}: {taken} gets $@, the arguments of the script, which are not known",
+            hint="add them as overrides",
+            severity=Severity.warning,
+        )
+
+
+def _is_own_arguments(word: str) -> bool:
+    return isinstance(word, Unresolved) and re.match(r"\$(\{?)[@*]", word) is not None
 
 
 SLURM_VARIABLES = {
@@ -154,7 +184,12 @@ def _trainings(
         around = {**around, "srun": True, **{SHORT.get(k, k): v for k, v in taken.items()}}
     for place, word in enumerate(words):
         base, after = PurePath(word).name, words[place + 1 :]
-        if base in _SHELLS and after[:1] and re.fullmatch(r"-\w*c", after[0]) and depth < MOST_DEPTH:
+        if (
+            base in _SHELLS
+            and after[:1]
+            and re.fullmatch(r"-\w*c", after[0])
+            and depth < MOST_DEPTH
+        ):
             inner = read_commands(after[1] if after[1:] else "", variables, command.line)
             for each in inner:
                 yield from _trainings(each, variables, around, depth + 1)
@@ -219,7 +254,7 @@ def _options(words: list[str]) -> dict[str, Any]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             options[name] = [_scalar(value, word)] if equals else []
-        elif name:
+        elif name and not _is_own_arguments(word):
             options[name].append(_scalar(word, word))
     return {
         name: True if not each else each[0] if len(each) == 1 else each
@@ -230,15 +265,10 @@ def _options(words: list[str]) -> dict[str, Any]:
 def _machines(taken: Training) -> dict[str, Any]:
     """Return nodes, ranks of each, and what starts them."""
     around, launch = taken.around, taken.launch
-    names = {
-        "torchrun": ("nnodes", "nproc_per_node"),
-        "deepspeed": ("num_nodes", "num_gpus"),
-        "python": ("nodes", "ntasks_per_node"),
-    }
-    if taken.launcher not in names:
+    if taken.launcher not in RANKS:
         return {}
     given = around if taken.launcher == "python" else launch
-    nodes, ranks = (given.get(name) for name in names[taken.launcher])
+    nodes, ranks = (given.get(name) for name in RANKS[taken.launcher])
     nodes = around.get("nodes") if nodes is None else nodes
     if taken.launcher == "python" and ranks is None and "ntasks" in around:
         ranks = _count(around["ntasks"]) // max(1, _count(nodes))

@@ -17,6 +17,7 @@ from typing import Any
 from trainctl.config.secrets import REDACTED, is_secret_name
 from trainctl.config.yaml_files import MOST_BYTES
 from trainctl.errors import TrainctlError
+from trainctl.migration.configs.plain import PlainValues
 from trainctl.migration.record import Record
 
 PLAIN = {
@@ -31,10 +32,6 @@ PLAIN = {
 """Classes of Python's library that arguments hold; they are not made either."""
 
 TORCH_NAMES = ("device", "float16", "bfloat16", "float32", "float64")
-MOST_VALUES = 100_000
-"""Maximum number of values. Arguments have some hundred; a pickle that refers to its own lists
-again and again has more than fit into memory.
-"""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -86,42 +83,27 @@ def read_pickled(file: Path) -> dict[str, Any]:
     if not isinstance(found, Record) or not found.fields:
         raise _damaged(file, "it holds no arguments")
     try:
-        return {"class": found.kind, **_Plain().value(found.fields)}
-    except (RecursionError, OverflowError):
-        raise _damaged(file, "it holds more values than arguments have") from None
+        return {"class": found.kind, **_ArgumentValues().value(found.fields)}
+    except (RecursionError, ValueError) as error:
+        raise _damaged(file, str(error)) from None
 
 
 def _damaged(file: Path, why: str) -> TrainctlError:
     return TrainctlError(f"{file} cannot be read: {why}", hint="training_args.bin of a Trainer")
 
 
-class _Plain:
-    """Conversion of objects to plain values, which counts them."""
+class _ArgumentValues(PlainValues):
+    """Conversion of objects to plain values; what has no value of its own is None."""
 
-    def __init__(self) -> None:
-        self._left = MOST_VALUES
+    def item(self, key: str, value: Any, name: str, level: int) -> Any:
+        """Return the value of a key, without a secret."""
+        return REDACTED if value and is_secret_name(key) else super().item(key, value, name, level)
 
-    def value(self, value: Any) -> Any:
-        """Return a value without objects; what has no value of its own is None.
-
-        Raises:
-            OverflowError: There are more than `MOST_VALUES`.
-        """
-        self._left -= 1
-        if self._left < 0:
-            raise OverflowError
-        if isinstance(value, dict):
-            return {
-                str(key): REDACTED if each and is_secret_name(str(key)) else self.value(each)
-                for key, each in value.items()
-            }
-        if isinstance(value, list | tuple | set | frozenset):
-            return [self.value(each) for each in value]
+    def other(self, value: Any, name: str, level: int) -> Any:
+        """Return the attributes or the only argument of an object, or the name of a type."""
         if isinstance(value, Record):
             if value.fields:
-                return self.value(value.fields)
-            plain = [self.value(each) for each in value.args]
+                return self.value(value.fields, name, level + 1)
+            plain = [self.value(each, name, level + 1) for each in value.args]
             return plain[0] if len(plain) == 1 else plain or None
-        if isinstance(value, type):  # a type of torch, such as torch.bfloat16
-            return value.__name__
-        return value if isinstance(value, bool | int | float | str) else None
+        return value.__name__ if isinstance(value, type) else None  # such as torch.bfloat16

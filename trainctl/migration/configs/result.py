@@ -11,7 +11,7 @@ from trainctl.config.catalog import BASE
 from trainctl.config.keys import as_override
 from trainctl.config.schema import GROUPS
 from trainctl.config.secrets import REDACTED, is_secret_name, redact_text
-from trainctl.errors import Finding
+from trainctl.errors import Finding, TrainctlError
 from trainctl.tuning.recipes import recipe_text
 
 
@@ -38,6 +38,10 @@ class LeftOutKey:
     nearest: str = ""
     """The nearest that trainctl has, or what to do; empty if nothing comes close."""
     why: Why = Why.left
+
+
+AUTO, OF_A_SCRIPT = "auto", ("model", "tokenizer", "data")
+"""Value of accelerate's that the Trainer's replaces, and groups that its file does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,47 @@ class ImportResult:
             settings={name: value for name, value in self.settings.items() if name != key},
             carried=tuple(each for each in self.carried if each not in there),
             left_out=(*self.left_out, *left),
+        )
+
+    def beside(self, other: ImportResult) -> ImportResult:
+        """Return one result with that of accelerate's configuration, which says how ranks run.
+
+        Raises:
+            TrainctlError: Both ask for different values of a key.
+        """
+        mine, its = ({**each.choices, **each.settings} for each in (self, other))
+        its = {k: v for k, v in its.items() if v != AUTO and (k not in OF_A_SCRIPT or k in mine)}
+        differing = [
+            f"{' and '.join(other.origins[key])} asks for {key}={as_override(its[key])}, and "
+            f"{' and '.join(self.origins[key])} for {as_override(mine[key])}"
+            for key in mine.keys() & its.keys() & self.origins.keys() & other.origins.keys()
+            if mine[key] != its[key]
+        ]
+        if differing:
+            raise TrainctlError("; ".join(sorted(differing)), hint="give both files the same value")
+        asked = other.origins.keys() - self.origins.keys()
+        merged = {**its, **mine, **{key: its[key] for key in asked & its.keys()}}
+        return replace(
+            self,
+            choices={key: value for key, value in merged.items() if key in GROUPS},
+            settings={key: value for key, value in merged.items() if key not in GROUPS},
+            passed={**other.passed, **self.passed},
+            left_out=(*self.left_out, *other.left_out),
+            carried=(*self.carried, *other.carried),
+            origins={**other.origins, **self.origins},
+            findings=(*self.findings, *other.findings),
+        )
+
+    def with_machines(
+        self, settings: Mapping[str, Any], findings: tuple[Finding, ...]
+    ) -> ImportResult:
+        """Return the result with machines and launcher of a script, unless it has them already."""
+        added = {key: value for key, value in settings.items() if key not in self.settings}
+        return replace(
+            self,
+            choices={**self.choices, **{k: v for k, v in added.items() if k in GROUPS}},
+            settings={**self.settings, **{k: v for k, v in added.items() if k not in GROUPS}},
+            findings=(*self.findings, *findings),
         )
 
     @property

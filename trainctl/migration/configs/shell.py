@@ -295,7 +295,7 @@ _DIGITS = 18
 def _calculated(text: str, variables: Mapping[str, Value | None]) -> str | None:
     """Return the value of an arithmetic expression; None if a part of it is not known."""
     try:
-        tree = ast.parse(text.replace("$", "").replace("{", "").replace("}", "").strip(), mode="eval")
+        tree = ast.parse(re.sub(r"[${}]", "", text).strip(), mode="eval")
         return str(_number(tree.body, variables))
     except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
         return None
@@ -315,4 +315,3 @@ def _number(node: Any, variables: Mapping[str, Value | None]) -> int:
     if abs(found) >= 10**_DIGITS:
         raise ValueError("it is too large")
     return found
-
