@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -93,9 +94,11 @@ def test_a_bad_function_is_a_record_and_the_next_answer_is_scored(
     with RewardProcesses(chosen, lambda kind, **fields: records.append((kind, fields))) as started:
         found = [each["bad"] for each in started.score(answers, keep=keep)]
         again = started.score(answers[:1])
-    assert found == [5.0, *[0.0] * 7, None, 5.0, 0.0]
+    assert str(found) == str([5.0, *[math.nan] * 7, None, 5.0, math.nan])
     assert again == [{"bad": 5.0}]
-    assert [each[:2] for each in kept] == list(enumerate(found))
+    assert [each[0] for each in kept] == list(range(len(found)))
+    assert str([each[1] for each in kept]) == str(found)
+    assert weighted_sum(chosen, {"bad": math.nan}) == 0.0
     assert kept[4][2] - kept[0][2] > 1  # what is known is told while the fifth hangs
     assert {kind for kind, _ in records} == {"reward_failed"}
     reasons = {fields["first_answer"]: fields["reason"] for _, fields in records}
@@ -121,7 +124,7 @@ def test_no_reward_is_that_of_another_answer(in_folder: Path) -> None:
     chosen = section(rewards, reward_timeout=1.0)
     with RewardProcesses(chosen, lambda kind, **fields: records.append(fields)) as started:
         found = [each["own"] for each in started.score(answers)]
-    assert found == [0.0, 1.0, 2.0, 0.0, 4.0, 0.0, 6.0, 0.0, 8.0]
+    assert str(found) == "[0.0, 1.0, 2.0, nan, 4.0, nan, 6.0, nan, 8.0]"
     (record,) = records
     assert record["reason"] == "sent what is no reply to its question"
     assert (record["first_answer"], record["count"]) == (3, 3)

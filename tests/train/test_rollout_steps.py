@@ -13,12 +13,16 @@ import pytest
 import torch
 from rank_processes import tiny_config, tiny_plan
 
-from trainctl.config.registry import new_section
+from trainctl.config.registry import new_section, part_class
+from trainctl.errors import ExitCode, TrainctlError
+from trainctl.options.reward import RewardSection
 from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.plans.types import Batch
+from trainctl.runs.layout import RunPaths
+from trainctl.runs.rollouts import read_rollouts, reward_texts
 from trainctl.train.callbacks.steps import StepRecords
 from trainctl.train.rollouts import server
-from trainctl.train.rollouts.steps import JudgedAnswer, RolloutData, RolloutPhase
+from trainctl.train.rollouts.steps import JudgedAnswer, RolloutData, RolloutPhase, _measures
 from trainctl.train.step import Step, Stepper
 
 KEYS = [(7, sample) for sample in range(4)]
@@ -42,6 +46,7 @@ class SlowRewards:
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
+        self.reasons: dict[str, str] = {}
 
     def score(self, answers: Any, *, step: int, keep: Any) -> list[dict[str, float | None]]:
         for place, answer in enumerate(answers):
@@ -64,6 +69,7 @@ def data_of(rewards: SlowRewards, beats: list[str]) -> Any:
     )
     data._journal = SimpleNamespace(beat=lambda phase, doing: beats.append(doing))
     data._section, data._rewards = new_section("objective", "grpo"), rewards
+    data._idle_steps, data._reasons = 0, {}
     data._generate = lambda rows, writer: [fields() for _ in rows]
     return data
 
@@ -150,3 +156,57 @@ def test_speed_counts_the_rows_that_ran_and_not_the_longest_possible_ones() -> N
     StepRecords(session, now, journal).after_step(context)
     assert records[0]["tokens_per_second"] == 4 * 48 / 2
     assert records[0]["tokens"] == 4 * 128
+
+
+def answers_of(*rewards: float | None) -> list[JudgedAnswer]:
+    section = new_section("objective", "grpo", rewards={"own": reward_section()})
+    kept = [{**fields(), "rewards": {"own": reward}} for reward in rewards]
+    return [JudgedAnswer.of(section, (n // 2, n % 2), (1,), each) for n, each in enumerate(kept)]
+
+
+def reward_section() -> Any:
+    return part_class(RewardSection, "regex")(kind="regex", pattern="a")
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ((NAN, NAN, NAN, NAN), "the reward own failed for every answer: ValueError: no"),
+        ((NAN, None, NAN, NAN), "the reward own failed for every answer: ValueError: no"),
+        ((1.0, 1.0, 0.0, 0.0), "all answers to each prompt had the same reward"),
+        ((None, None, None, None), "all answers to each prompt had the same reward"),
+    ],
+)
+def test_steps_without_a_signal_end_the_run_with_the_cause(rewards: Any, words: str) -> None:
+    data = data_of(SlowRewards(), [])
+    data._section = new_section(
+        "objective", "grpo", rewards={"own": reward_section()}, samples=2, no_signal_steps=3
+    )
+    data._session.run = RunPaths(Path("runs/mine"))
+    data._reasons = {"own": "ValueError: no"}
+    for step in (1, 2):
+        data._require_signal(step, answers_of(*rewards))
+    data._require_signal(3, answers_of(0.0, 1.0, 0.0, NAN))  # one prompt has a signal
+    for step in (4, 5):
+        data._require_signal(step, answers_of(*rewards))
+    with pytest.raises(TrainctlError) as caught:
+        data._require_signal(6, answers_of(*rewards))
+    assert f"nothing to learn from in 3 steps in a row: {words}" in caught.value.message
+    assert "trainctl data show runs/mine --step 6" in caught.value.hint
+    assert caught.value.exit_code is ExitCode.training_failed
+
+
+def test_a_failed_reward_is_no_number_in_measures_and_kept_texts(tmp_path: Path) -> None:
+    data = data_of(SlowRewards(), [])
+    data._session.run = RunPaths(tmp_path)
+    data._session.tokenizer = SimpleNamespace(decode=lambda ids, with_special=False: "text")
+    data._answer_text = lambda fields: "text"
+    answers = answers_of(1.0, NAN)
+    measures = _measures(answers)
+    assert measures["reward_own"] == 1.0 and measures["failed"] == 0.5
+    data._keep_texts(1, answers)
+    shown = [(each["rewards"], reward_texts(each)) for each in read_rollouts(data._session.run, 1)]
+    assert shown == [({"own": 1.0}, {"own": "1"}), ({"own": None}, {"own": "failed"})]

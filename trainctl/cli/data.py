@@ -30,7 +30,7 @@ from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.runs.attempts import find_attempt
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.rollouts import read_rollouts, rollout_steps
+from trainctl.runs.rollouts import read_rollouts, reward_texts, rollout_steps
 
 if TYPE_CHECKING:
     from trainctl.data.dropped_documents import DroppedDocument
@@ -176,7 +176,7 @@ def _show_rollouts(run: RunPaths, step: int, characters: int, *, as_json: bool) 
         print_json({"schema": 1, "run": str(run.root), "rollouts": answers})
         return
     for each in answers:
-        rewards = ", ".join(f"{name} {_number(x)}" for name, x in each["rewards"].items())
+        rewards = ", ".join(f"{name} {text}" for name, text in reward_texts(each).items())
         print_data(
             f"prompt {each['number']}, answer {each['sample']}: reward {_number(each['reward'])} "
             f"({to_printable(rewards)}), advantage {_number(each['advantage'])}, "

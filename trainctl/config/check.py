@@ -10,6 +10,7 @@ from trainctl.config.keys import (
     ValueProblem,
     convert_value,
     find_leaf,
+    is_removal,
     leaves,
     part_leaves,
     sections,
@@ -78,6 +79,8 @@ def _check_setting(setting: Setting) -> tuple[list[Setting], list[Finding]]:
             return _check_each(setting)
         return [setting], []
     prefix = tuple(leaf.key.split("."))
+    if len(setting.path) > len(prefix) and is_removal(setting.path, setting.value):
+        return [setting], []
     tree, text = setting.value, setting.text
     for name in reversed(setting.path[len(prefix) :]):
         # The text as typed keeps 007; a quoted value is a str already, without its quotes.

@@ -125,6 +125,20 @@ def find_leaf(path: tuple[str, ...]) -> Leaf | None:
     return None
 
 
+def is_named_section(path: tuple[str, ...]) -> bool:
+    """Return True for the path of a section under a name of the user's, such as a reward."""
+    leaf = find_leaf(path)
+    has_sections = leaf is not None and (leaf.part is not None or leaf.metadata.get("each"))
+    return leaf is not None and bool(has_sections) and len(path) == leaf.key.count(".") + 2
+
+
+def is_removal(path: tuple[str, ...], value: Any) -> bool:
+    """Return True if setting a key to a value removes a named section, or all of a mapping's."""
+    leaf = find_leaf(path) if value is None else None
+    depth = 0 if leaf is None or leaf.part is None else leaf.key.count(".") + 1
+    return depth > 0 and len(path) <= depth + 1
+
+
 def described_leaf(path: tuple[str, ...]) -> Leaf | None:
     """Return the key at a path as `find_leaf`, or the key of an option's own section there."""
     leaf = find_leaf(path)

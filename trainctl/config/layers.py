@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
-from trainctl.config.check import WRONG_VALUE, Setting, check_setting, has_reference
+from trainctl.config.check import UNKNOWN_KEY, WRONG_VALUE, Setting, check_setting, has_reference
 from trainctl.config.codec import value_at
-from trainctl.config.keys import as_written, find_leaf, leaves, leaves_under
+from trainctl.config.keys import as_written, find_leaf, is_removal, leaves, leaves_under
 from trainctl.config.schema import LIST_GROUPS
 from trainctl.config.secrets import (
     ENVIRONMENT,
@@ -20,7 +20,7 @@ from trainctl.config.secrets import (
     is_env_reference_list,
     is_secret_name,
 )
-from trainctl.config.suggest import first_line
+from trainctl.config.suggest import did_you_mean, first_line, nearest_names
 from trainctl.config.yaml_files import read_scalar
 from trainctl.errors import Finding, Severity
 
@@ -72,6 +72,9 @@ class Stack:
         """Set keys in order, so that the last one wins; `note` is appended to the sources."""
         for setting in settings:
             source = f"{setting.source} {note}".rstrip()
+            if is_removal(setting.path, setting.value):
+                self._remove_sections(setting)
+                continue
             self._place(setting)
             self.layers.setdefault(setting.key, []).append(Layer(source, setting.value))
             above = setting.key
@@ -87,9 +90,9 @@ class Stack:
         Returns:
             A warning for each value that is reset; an error where two alternatives are set here.
         """
+        findings = list(self._unknown_removals(settings))
         self.apply(settings, note)
         last = {setting.key: setting for setting in settings}
-        findings = []
         for keys in ALTERNATIVES:
             here = [last[key] for key in keys if key in last and last[key].value is not None]
             if len(here) > 1:
@@ -99,6 +102,36 @@ class Stack:
                     [key for key in keys if key != here[0].key], here[0]
                 )
         return findings
+
+    def _remove_sections(self, setting: Setting) -> None:
+        """Remove a named section, or all sections of a mapping, with the keys set in them."""
+        for key in list(self.layers):
+            if f"{key}.".startswith(f"{setting.key}."):
+                del self.layers[key]
+                self.references.pop(key, None)
+        node = self.plain
+        for name in setting.path[:-1]:
+            node = node.get(name, {})
+        node.pop(setting.path[-1], None)
+
+    def _unknown_removals(self, settings: Sequence[Setting]) -> Iterator[Finding]:
+        """Yield a finding for each setting that removes a section which is not there."""
+        for setting in settings:
+            above, _, name = setting.key.rpartition(".")
+            is_typed = setting.text is not None  # else a section that a whole one replaces
+            if is_typed and above in leaves() and is_removal(setting.path, setting.value):
+                group, _, mapping = above.partition(".")
+                known = list(self.plain[group].get(mapping, {}))
+                is_set_here = any(each.key.startswith(f"{setting.key}.") for each in settings)
+                if name not in known and not is_set_here:
+                    near = did_you_mean([f"~{above}.{each}" for each in nearest_names(name, known)])
+                    yield Finding(
+                        rule=UNKNOWN_KEY,
+                        key=setting.key,
+                        message=f"there is no {setting.key} to be removed",
+                        hint=near or f"{above} has {', '.join(known) or 'none'}",
+                        source=setting.source,
+                    )
 
     def _reset_alternatives(self, keys: Sequence[str], instead: Setting) -> Iterator[Finding]:
         """Reset the keys that an alternative replaces to their defaults."""

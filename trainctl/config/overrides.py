@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from trainctl.config.catalog import (
     unknown_recipe,
 )
 from trainctl.config.check import REFUSED, Setting, check_setting
-from trainctl.config.keys import leaves
+from trainctl.config.keys import is_named_section, is_removal, leaves
 from trainctl.config.schema import GROUPS, LIST_GROUPS
 from trainctl.config.secrets import redact_setting
 from trainctl.errors import Finding, Severity, TrainctlError
@@ -135,7 +135,7 @@ def _parse_override(parser: Any, override: str, text: str, folders: list[Folder]
     name = str(parsed.key_or_group)
     if not name:
         return _syntax_finding(text, f"{text!r} names no key", "write GROUP=OPTION or KEY=VALUE")
-    if parsed.is_delete():
+    if parsed.is_delete() and (equals or not is_named_section(tuple(name.split(".")))):
         hint = f"set another value: {name}=VALUE"
         return _refused_finding(name, text, "a key cannot be deleted: each has a value", hint)
     if parsed.is_sweep_override():
@@ -171,6 +171,8 @@ def _read_override(
             message, hint = f"{name} is read as {key}", f"write {key}="
             result.findings.append(_warning(ALIAS, key, message, hint, text))
         setting = Setting(tuple(key.split(".")), value, text, written)
+        if isinstance(value, dict) and is_removal(setting.path, None):  # it replaces the section
+            result.settings.append(replace(setting, value=None, text=None))
         settings, findings = check_setting(setting)
         result.settings += settings
         result.findings += findings

@@ -66,6 +66,9 @@ class SampledAnswer:
 class RewardProcesses:
     """The processes that compute the rewards of a run; a context manager.
 
+    Attributes:
+        reasons: Why each reward last failed, by its name.
+
     Args:
         section: The objective's section.
         record: Writes a record: called with its kind and fields, as `EventWriter.write` is.
@@ -76,6 +79,7 @@ class RewardProcesses:
 
     def __init__(self, section: RewardsConfig, record: Callable[..., object]) -> None:
         self._record = record
+        self.reasons: dict[str, str] = {}
         self._pools: dict[str, SimpleQueue[_RewardProcess]] = {}
         self._processes: list[_RewardProcess] = []
         self._threads = {
@@ -103,8 +107,8 @@ class RewardProcesses:
     ) -> list[dict[str, float | None]]:
         """Return the rewards of each answer by their names, in the order of the answers.
 
-        A reward is None if it does not apply to the answer, and 0 if it has failed. For failures of
-        one reward for the same reason, a record names the first answer and counts all; the most
+        A reward is None if it does not apply to the answer, and NaN if it has failed. For failures
+        of one reward for the same reason, a record names the first answer and counts all; the most
         frequent reasons have one.
 
         Args:
@@ -123,10 +127,13 @@ class RewardProcesses:
         failures: dict[tuple[str, str], list[int]] = {}
         for row, by_name in enumerate(pending):
             found = {name: future.result() for name, future in by_name.items()}
-            scored.append({name: 0.0 if isinstance(x, str) else x for name, x in found.items()})
+            scored.append(
+                {name: math.nan if isinstance(x, str) else x for name, x in found.items()}
+            )
             keep(row, scored[-1])
             for name, reason in found.items():
                 if isinstance(reason, str):
+                    self.reasons[name] = redact_text(reason[:_EXCERPT])
                     failures.setdefault((name, reason), []).append(row)
         most_frequent = sorted(failures.items(), key=lambda each: -len(each[1]))
         for (name, reason), rows in most_frequent[:_MOST_RECORDS]:
@@ -165,9 +172,11 @@ class RewardProcesses:
 
 
 def weighted_sum(section: RewardsConfig, rewards: Mapping[str, float | None]) -> float:
-    """Return the reward of an answer: its rewards times their weights. None counts as 0."""
+    """Return the reward of an answer: its rewards times their weights. None and NaN count as 0."""
     return math.fsum(
-        section.rewards[name].weight * value for name, value in rewards.items() if value is not None
+        section.rewards[name].weight * value
+        for name, value in rewards.items()
+        if value is not None and not math.isnan(value)
     )
 
 

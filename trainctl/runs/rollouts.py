@@ -8,7 +8,8 @@
 | `number`, `sample` | number of the prompt in the run's order, and of the answer to it |
 | `prompt`, `answer` | texts, with secrets redacted |
 | `tokens`, `is_finished` | tokens of the answer; false if it was cut |
-| `rewards` | reward by name; null where it does not apply |
+| `rewards` | reward by name; null where it does not apply or has failed |
+| `failed` | names of the rewards that have failed |
 | `reward` | their weighted sum; null if none applies |
 | `advantage` | what the answer's log-probability is raised by |
 """
@@ -58,7 +59,18 @@ def _clean(answer: Rollout) -> Rollout:
         name: value if value is not None and math.isfinite(value) else None
         for name, value in ((name, answer[name]) for name in ("reward", "advantage"))
     }
-    return {**answer, **texts, **numbers}
+    failed = answer.get("failed", ())
+    rewards = {n: None if n in failed else value for n, value in answer["rewards"].items()}
+    return {**answer, **texts, **numbers, "rewards": rewards}
+
+
+def reward_texts(answer: Rollout) -> dict[str, str]:
+    """Return the rewards of an answer as text, by name."""
+    failed = answer.get("failed", ())
+    return {
+        name: "failed" if name in failed else "none" if value is None else f"{value:.4g}"
+        for name, value in answer["rewards"].items()
+    }
 
 
 def rollout_steps(run: RunPaths) -> list[int]:

@@ -32,7 +32,7 @@ from trainctl.runs.directory import read_plan, read_record, run_id
 from trainctl.runs.files import ensure_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import Event
-from trainctl.runs.rollouts import read_rollouts, rollouts_file
+from trainctl.runs.rollouts import read_rollouts, reward_texts, rollouts_file
 from trainctl.runs.status import State, read_status
 
 
@@ -162,7 +162,7 @@ def tables(run: RunPaths, point: Point) -> dict[str, Table]:
                 "prompt": each["prompt"][:CHARACTERS],
                 "answer": each["answer"][:CHARACTERS],
                 "reward": _number(each["reward"]),
-                "rewards": ", ".join(f"{k} {_number(v)}" for k, v in each["rewards"].items()),
+                "rewards": ", ".join(f"{k} {text}" for k, text in reward_texts(each).items()),
                 "advantage": _number(each["advantage"]),
             }
             for each in found

@@ -282,6 +282,7 @@ def _rollouts(run: RunPaths) -> list[dict[str, Any]]:
             texts = {name: each[name][:ROLLOUT_CHARACTERS] for name in ("prompt", "answer")}
             numbers = {name: each[name] for name in ("step", "reward", "advantage", "is_finished")}
             found.append({**numbers, **texts, "rewards": dict(each["rewards"].items())})
+            found[-1]["failed"] = list(each.get("failed", ()))
     return found
 
 

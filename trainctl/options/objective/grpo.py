@@ -124,6 +124,13 @@ class GrpoConfig(RewardsConfig):
         unit="rounds",
         minimum=0,
     )
+    no_signal_steps: int | None = option(
+        10,
+        "Steps in a row in which a reward fails for every answer, or all answers to each prompt "
+        "have the same reward, after which the run stops; null goes on.",
+        unit="optimizer steps",
+        minimum=1,
+    )
     mismatch_limit: float = option(
         0.1,
         "Largest mean absolute difference between log-probabilities of rollout and trainer, above "

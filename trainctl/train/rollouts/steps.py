@@ -84,7 +84,10 @@ class JudgedAnswer:
     prompt: tuple[int, ...]
     """Token ids of the prompt."""
     fields: dict[str, Any]
-    """Fields that the run keeps: `ids`, `sampled`, `is_finished`, `rewards`, `old`, `reference`."""
+    """Fields that the run keeps: `ids`, `sampled`, `is_finished`, `rewards`, `old`, `reference`.
+
+    Of the rewards, None does not apply, and NaN has failed.
+    """
     reward: float = math.nan
     """Weighted sum of its rewards; NaN if none applies."""
     advantage: float = 0.0
@@ -96,6 +99,11 @@ class JudgedAnswer:
     @property
     def tokens(self) -> int:
         return len(self.fields["ids"])
+
+    def has_failed(self, name: str) -> bool:
+        """Return True if a reward has failed for this answer."""
+        value = self.fields["rewards"][name]
+        return value is not None and math.isnan(value)
 
     @classmethod
     def of(
@@ -159,6 +167,8 @@ class RolloutData:
         self.extra_samples = 0
         self.measures: dict[str, float] = {}
         self.width = 0
+        self._idle_steps = 0
+        self._reasons: dict[str, str] = {}
 
     @property
     def phase_name(self) -> str:
@@ -199,7 +209,35 @@ class RolloutData:
         self.width = self._width(answers)
         if self._session.process.is_first:
             self._keep_texts(step + 1, answers[: self._section.keep_rollouts])
+        self._require_signal(step + 1, answers)
         return self._micro_batches(answers, batch)
+
+    def _require_signal(self, step: int, answers: Sequence[JudgedAnswer]) -> None:
+        """Count the steps in a row that have nothing to learn from.
+
+        Raises:
+            TrainctlError: They are `objective.no_signal_steps` (exit code 6).
+        """
+        size = self._section.samples
+        groups = [answers[at : at + size] for at in range(0, len(answers), size)]
+        failed = [name for name in self._section.rewards if _has_failed(name, answers)]
+        self._idle_steps += 1
+        if not failed and any(map(_has_signal, groups)):
+            self._idle_steps = 0
+        if self._idle_steps != self._section.no_signal_steps:
+            return
+        what = "all answers to each prompt had the same reward"
+        if failed:
+            reason = self._reasons.get(failed[0], "")
+            what = f"the reward {failed[0]} failed for every answer" + f": {reason}" * bool(reason)
+        shown = f"`trainctl data show {self._session.run.root} --step {step}`"
+        raise TrainctlError(
+            f"nothing to learn from in {self._idle_steps} steps in a row: {what}",
+            hint=f"{shown} has the answers; "
+            + ("correct the function" if failed else "give prompts or rewards that tell them apart")
+            + ", or objective.no_signal_steps=null",
+            exit_code=ExitCode.training_failed,
+        )
 
     def _keep_texts(self, step: int, answers: Sequence[JudgedAnswer]) -> None:
         """Write answers as text, for people to look at; a full disk does not end the run."""
@@ -212,6 +250,7 @@ class RolloutData:
                 "tokens": each.tokens,
                 "is_finished": each.fields["is_finished"],
                 "rewards": each.fields["rewards"],
+                "failed": [name for name in each.fields["rewards"] if each.has_failed(name)],
                 "reward": each.reward,
                 "advantage": each.advantage,
             }
@@ -401,18 +440,18 @@ class RolloutData:
             if writer is not None:
                 writer.add(keys[place], rewards=rewards)
 
-        def score() -> list[dict[str, float | None]]:
+        def score() -> tuple[list[dict[str, float | None]], dict[str, str]]:
             assert self._rewards is not None
             asked = []
             for key in keys:
                 prompt, text = prompts[key[0]], self._answer_text(known[key])
                 tokens = len(known[key]["ids"])
                 asked.append(SampledAnswer(prompt.text, text, prompt.columns, tokens))
-            return self._rewards.score(asked, step=step + 1, keep=keep)
+            return self._rewards.score(asked, step=step + 1, keep=keep), self._rewards.reasons
 
         doing = partial(beat, f"judging {len(keys):,} answers")
         with self._session.engine.times.host_part("reward"):
-            scored = on_first_rank(self._session.process, score, doing)
+            scored, self._reasons = on_first_rank(self._session.process, score, doing)
         for key, rewards in zip(keys, scored, strict=True):
             known[key]["rewards"] = rewards
 
@@ -553,6 +592,12 @@ def _has_signal(group: Sequence[JudgedAnswer]) -> bool:
     return len({each.reward for each in group if not math.isnan(each.reward)}) > 1
 
 
+def _has_failed(name: str, answers: Sequence[JudgedAnswer]) -> bool:
+    """Return True if a reward has failed for every answer that it applies to."""
+    found = {each.has_failed(name) for each in answers if each.fields["rewards"][name] is not None}
+    return found == {True}
+
+
 def _measures(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
     """Return the numbers to record of some answers: rewards, length, share cut."""
     rewards = np.array([each.reward for each in answers])
@@ -560,6 +605,7 @@ def _measures(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
     for name in answers[0].fields["rewards"]:
         each_reward = [each.fields["rewards"][name] for each in answers]
         found[f"reward_{name}"] = np.array(each_reward, dtype=np.float64)  # None is NaN
+    failed = [any(map(each.has_failed, each.fields["rewards"])) for each in answers]
     measures: dict[str, float] = {}
     for name, values in found.items():
         known = values[~np.isnan(values)]
@@ -568,7 +614,7 @@ def _measures(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
             if name != "answer_tokens":
                 measures[f"{name}_std"] = float(known.std())
     cut = [not each.fields["is_finished"] for each in answers]
-    return {**measures, "cut": sum(cut) / len(cut)}
+    return {**measures, "cut": sum(cut) / len(cut), "failed": sum(failed) / len(failed)}
 
 
 def _as_plain(phase: RolloutPhase) -> dict[str, Any]:

@@ -1274,7 +1274,7 @@
     if (!run.rollouts.length) return null;
     const names = [...new Set(run.rollouts.flatMap((each) => Object.keys(each.rewards)))];
     const number = (value) => make("td", { class: "number", text: value === null || value === undefined ? "" : Number(value.toPrecision(4)).toLocaleString("en") });
-    const rows = run.rollouts.map((each) => make("tr", {}, make("th", { scope: "row", text: each.step.toLocaleString("en") }), make("td", { class: "text", text: each.prompt }), make("td", { class: "text", text: `${each.answer}${each.is_finished ? "" : "…"}` }), ...names.map((name) => number(each.rewards[name])), number(each.reward), number(each.advantage)));
+    const rows = run.rollouts.map((each) => make("tr", {}, make("th", { scope: "row", text: each.step.toLocaleString("en") }), make("td", { class: "text", text: each.prompt }), make("td", { class: "text", text: `${each.answer}${each.is_finished ? "" : "…"}` }), ...names.map((name) => each.failed.includes(name) ? make("td", { class: "number", text: "failed" }) : number(each.rewards[name])), number(each.reward), number(each.advantage)));
     return card("rollouts", "Newest sampled answers", true, make("details", {}, make("summary", { text: `${rows.length} answers` }), table(["Step", "Prompt", "Answer", ...names, "Reward", "Advantage"], rows, "Sampled answers")));
   }
 
