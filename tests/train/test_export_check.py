@@ -270,7 +270,7 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused_and_leaves_no_file(tmp_path
     checkpoint, out = fabricated(tmp_path, config), tmp_path / "model.gguf"
     made = json.loads((folder / "tokenizer.json").read_text())
     for changes, said in (
-        ({"model": {**made["model"], "ignore_merges": True}}, "and ignores merges"),
+        ({"model": {**made["model"], "ignore_merges": True}}, "with ignore_merges=false"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "BPE after Whitespace"),
         ({"normalizer": {"type": "Lowercase"}}, "changes texts by Lowercase"),
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
@@ -282,7 +282,14 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused_and_leaves_no_file(tmp_path
         with pytest.raises(TrainctlError) as caught:
             export_gguf(config, checkpoint, out, dtype=torch.float32)
         assert said in caught.value.message
+    other = write_merges(tmp_path / "llama", "llama-bpe")
+    llama = json.loads((other / "tokenizer.json").read_text())
+    llama["model"]["ignore_merges"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(llama))
+    with pytest.raises(TrainctlError, match=r"tokenizer\.json has ignore_merges=false") as caught:
+        export_gguf(config, checkpoint, out, dtype=torch.float32)
+    assert "of the same model with ignore_merges=true" in caught.value.hint
     config = module_config()
     with pytest.raises(TrainctlError, match="does not know a model of your own code"):
         export_gguf(config, checkpoint, out, dtype=torch.float32)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "tokenizer"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "run", "tokenizer"]

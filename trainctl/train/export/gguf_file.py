@@ -479,11 +479,19 @@ def _split_of(made: Mapping[str, Any]) -> str:
     patterns = [_pattern(each) for each in steps[:-1]]
     patterns += [GPT2_PATTERN] if last.get("use_regex", True) else []
     found = SPLITS.get(tuple(patterns))
-    if found is None or bool(model.get("ignore_merges")) is not (found in IGNORES_MERGES):
+    if found is None:
         raise TrainctlError(
-            f"--to gguf does not know a tokenizer that splits texts by {patterns}"
-            + (" and ignores merges" if model.get("ignore_merges") else ""),
+            f"--to gguf does not know a tokenizer that splits texts by {patterns}",
             hint=f"it knows what llama.cpp calls {', '.join(SPLITS.values())}",
+        )
+    needed, given = found in IGNORES_MERGES, bool(model.get("ignore_merges"))
+    if given is not needed:
+        expects, has = (f"ignore_merges={json.dumps(value)}" for value in (needed, given))
+        raise TrainctlError(
+            f"llama.cpp's {found} is for tokenizers with {expects}, and tokenizer.json has {has}: "
+            "some words would be other tokens",
+            hint=f"a tokenizer.json of the same model with {expects}, and training with it; or "
+            + OTHERWISE,
         )
     return found
 
