@@ -102,7 +102,11 @@ def test_tools_and_parts_and_history():
 
 def test_a_key_of_messages_says_what_is_learned():
     messages = asked(("a", "b"), ("c", "d"), ("e", "f"))
-    for key, values in (("weight", (0, 1, None)), ("train", (False, True, None))):
+    for key, values in (
+        ("weight", (0, 1, None)),
+        ("train", (False, True, None)),
+        ("loss", (False, True, None)),
+    ):
         marked = [dict(each) for each in messages]
         turns = [{"from": each["role"], "value": each["content"]} for each in messages]
         for every in (marked, turns):
@@ -112,7 +116,9 @@ def test_a_key_of_messages_says_what_is_learned():
         expected = {"messages": messages, "learned": [3, 5]}
         assert conversation_of({"messages": marked}, learn_key=key) == expected
         assert conversation_of({"conversations": turns}, learn_key=key) == expected
-        assert "learned" not in conversation_of({"messages": marked})
+        assert conversation_of({"messages": marked}) == expected, "found by itself"
+        assert conversation_of({"conversations": turns}) == expected
+        assert "learned" not in conversation_of({"messages": marked}, learn_key="")
     for place, value, why in (
         (1, 0.5, "`weight` of message 2 is 0.5, not 0 or 1"),
         (1, "0", "`weight` of message 2 is '0', not 0 or 1"),
@@ -228,7 +234,7 @@ def test_a_change_of_template_or_rule_is_another_corpus(tmp_path):
     other = tmp_path / "other.jinja"
     other.write_text(MARKED.replace("<|im_start|>", "<|im_start|> "))
     for keys in (
-        {"learn": Learn.last},
+        {"learn": Learn.last.value},
         {"chat_template": str(other)},
         {"shape": Shape.messages},
         {"learn_key": "weight"},
@@ -263,6 +269,10 @@ def test_what_is_too_long_is_cut_dropped_or_an_error(tmp_path):
     shorter = replace(drops, training=replace(drops.training, sequence_length=8))
     batch, text = learnt(shorter, corpus, tokenizer)
     assert len(batch.input_ids) == 0 and not text, "all are left out, and there is no sample"
+    told = r"no conversations are left to train on at training\.sequence_length=8: 14 left out, as"
+    with pytest.raises(TrainctlError, match=told) as caught:
+        packed_token_count(shorter, corpus)
+    assert re.match(r"a larger training\.sequence_length: .* 2\d\d tokens; or", caught.value.hint)
     refuses = replace(config, data=replace(config.data, on_too_long=OnTooLong.error))
     with pytest.raises(TrainctlError, match=r"a conversation has \d+ tokens, and training"):
         load_bins(refuses, corpus, corpus.train)

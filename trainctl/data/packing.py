@@ -305,10 +305,8 @@ def _pack_split(config: RunConfig, corpus: Corpus, split: Split) -> Bins:
         longest = int(np.diff(ends.astype(np.int64), prepend=0).max(initial=0))
         problem = f"a {what} has {longest:,} tokens"
     if is_error and counts["dropped_too_long"]:
-        is_prompt = length < config.training.sequence_length
-        limit = "objective.max_prompt_tokens" if is_prompt else "training.sequence_length"
         raise TrainctlError(
-            f"{problem}, and {limit} is {length:,}",
+            f"{problem}, and {_length_key(config)} is {length:,}",
             hint=f"a longer sequence; or data.on_too_long={others}drop, which leaves such out",
         )
     return replace(bins, counts=counts)
@@ -319,10 +317,15 @@ def packed_token_count(config: RunConfig, corpus: Corpus, notify: Notify = ignor
 
     The order computes floor((N - 1) / L) samples of length L from this number N. `notify` is called
     as in `load_bins`, and with how much of the samples is text.
+
+    Raises:
+        TrainctlError: As `load_bins`; or every conversation is too long, and left out.
     """
     bins = load_bins(config, corpus, corpus.train, notify)
     if bins is None:
         return corpus.train.tokens
+    if not len(bins) and corpus.is_marked:
+        _require_fitting(config, corpus, bins)
     tokens = len(bins) * config.training.sequence_length
     is_record = _has_records(config)
     if bins.counts:
@@ -335,6 +338,33 @@ def packed_token_count(config: RunConfig, corpus: Corpus, notify: Notify = ignor
         f"{text_tokens / max(1, tokens):.2%} of them text, the rest padding"
     )
     return tokens + 1
+
+
+def _require_fitting(config: RunConfig, corpus: Corpus, bins: Bins) -> None:
+    """Refuse conversations of which none fits into a sample.
+
+    Raises:
+        TrainctlError: All are left out as too long; with the length that takes all of them.
+    """
+    what = "records" if _has_records(config) else "conversations"
+    if not bins.counts["dropped_too_long"] + bins.counts["dropped_nothing_left"]:
+        return
+    ends = corpus.ends(corpus.train).astype(np.int64)
+    longest = int(np.diff(ends, prepend=0).max())
+    key = _length_key(config)
+    drops = config.data.on_too_long is OnTooLong.drop and what == "conversations"
+    told = describe_packing(bins.counts, corpus.held_out.documents).partition("; ")[2]
+    raise TrainctlError(
+        f"no {what} are left to train on at {key}={longest_record(config):,}: {told}",
+        hint=f"a larger {key}: the longest of them has {longest:,} tokens"
+        + ("; or data.on_too_long=cut, which keeps their beginnings" if drops else ""),
+    )
+
+
+def _length_key(config: RunConfig) -> str:
+    """Return the key of the most tokens that a sample has of the corpus."""
+    is_prompt = longest_record(config) < config.training.sequence_length
+    return "objective.max_prompt_tokens" if is_prompt else "training.sequence_length"
 
 
 def describe_packing(counts: Mapping[str, int], held_out: int) -> str:

@@ -20,7 +20,7 @@ JSON is the text of the document.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -48,6 +48,10 @@ _SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+
+
+LEARN_KEYS = ("weight", "train", "loss")
+"""Keys of OpenAI's, Axolotl's and other files that say whether an answer is learned."""
 
 
 class Shape(Enum):
@@ -80,7 +84,9 @@ def conversation_of(
     Args:
         shape: Layout of the record; `auto` is detected by its keys.
         learn_key: Key of the assistant's messages that says whether one is learned; messages
-            without it are. `learned` of the conversation then has their numbers, from 0.
+            without it are. `learned` of the conversation then has their numbers, from 0. None
+            takes the first of `LEARN_KEYS` that keeps a message from being learned; an empty key
+            takes none.
 
     Raises:
         BadRecord: It has no such shape, is empty, has roles out of order, a message without
@@ -89,12 +95,31 @@ def conversation_of(
     if not isinstance(record, Mapping):
         raise BadRecord("not an object with a conversation in it")
     shape = _shape_of(record, shape)
-    read = partial(_read_sharegpt, kept=learn_key) if shape is Shape.sharegpt else _READERS[shape]
+    kept = LEARN_KEYS if learn_key is None else (learn_key,)
+    read = partial(_read_sharegpt, kept=kept) if shape is Shape.sharegpt else _READERS[shape]
     messages = [_read_message(each) for each in read(record)]
     _require_order(messages)
-    learned = {} if learn_key is None else {"learned": _learned(messages, learn_key)}
+    key = _find_learn_key(messages) if learn_key is None else learn_key
+    learned = {"learned": _learned(messages, key)} if key else {}
     tools = _read_tools(record)
     return {"messages": messages, **({"tools": tools} if tools else {}), **learned}
+
+
+def _find_learn_key(messages: list[Message]) -> str:
+    """Return the first of `LEARN_KEYS` by which an answer is not learned; empty without one.
+
+    A number counts as `weight` alone: a `loss` of 0.0 may be a measured one.
+    """
+    answers = [message for message in messages if message["role"] == "assistant"]
+    return next(
+        (
+            key
+            for key in LEARN_KEYS
+            for each in answers
+            if each.get(key) is False or (key == "weight" and each.get(key) == 0)
+        ),
+        "",
+    )
 
 
 def _read_tools(record: Record) -> list[dict[str, Any]] | None:
@@ -160,8 +185,8 @@ def _read_alpaca(record: Record) -> list[Any]:
     return messages
 
 
-def _read_sharegpt(record: Record, kept: str | None = None) -> list[Any]:
-    """Return the turns as messages. Of the other keys of a turn, only `kept` is."""
+def _read_sharegpt(record: Record, kept: Sequence[str] = ()) -> list[Any]:
+    """Return the turns as messages. Of the other keys of a turn, only those of `kept` are."""
     system = record.get("system")
     messages = [{"role": "system", "content": system}] if system else []
     for each in _parse_list(record["conversations"], "conversations"):
@@ -171,7 +196,7 @@ def _read_sharegpt(record: Record, kept: str | None = None) -> list[Any]:
         who = each.get("from") if isinstance(each, Mapping) else None
         if not isinstance(who, str) or who not in _SHAREGPT_ROLES:
             raise BadRecord(f"a turn is from {who!r}, which is nobody that is known")
-        own = {kept: each[kept]} if kept is not None and kept in each else {}
+        own = {key: each[key] for key in kept if key in each}
         messages.append({"role": _SHAREGPT_ROLES[who], "content": each.get("value"), **own})
     return messages
 
@@ -387,7 +412,7 @@ def _pair_of_messages(record: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(record[key], list):
             raise BadRecord(f"`{key}` is {type(record[key]).__name__}, not a list")
         conversation = {"messages": [*before, *record[key]], "tools": record.get("tools")}
-        tools = conversation_of(conversation, Shape.messages)
+        tools = conversation_of(conversation, Shape.messages, learn_key="")
         whole[key] = tools.pop("messages")
     shared = _shared_message_count(*whole.values()) if not before else len(before)
     for key in ANSWERS:

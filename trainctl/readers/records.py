@@ -48,7 +48,7 @@ def answer_of(record: object) -> dict[str, Any]:
         if not isinstance(prompt, list) or not isinstance(completion, list):
             raise BadRecord("`prompt` and `completion` are not two texts or two lists of messages")
         record = {**record, "messages": [*prompt, *completion]}
-    conversation = conversation_of(record, Shape.messages)
+    conversation = conversation_of(record, Shape.messages, learn_key="")
     messages = conversation.pop("messages")
     before = len(prompt) if isinstance(prompt, list) else len(messages) - 1
     if before >= len(messages) or messages[before]["role"] != "assistant":

@@ -32,7 +32,8 @@ class ChatConfig(TemplateConfig):
     learn_key: str | None = option(
         None,
         "Key of a message that says whether one of the assistant's is learned: 0 or false is not, "
-        "1 or true is, as is one without the key. OpenAI's is `weight`, Axolotl's `train`.",
+        "1 or true is, as is one without the key. None takes `weight`, `train` or `loss` where "
+        "one of them is 0 or false at an answer; an empty key learns all.",
         needs=(lambda s: s.learn != Learn.all.value, "data.learn=assistant or last"),
     )
 
@@ -40,7 +41,9 @@ class ChatConfig(TemplateConfig):
 SPEC = source_of_records(
     "chat",
     lambda record, section: conversation_of(record, section.shape, section.learn_key),
-    identity=lambda section: " ".join(filter(None, [section.shape.value, section.learn_key])),
+    identity=lambda section: " ".join(
+        [section.shape.value, *([] if section.learn_key is None else [section.learn_key or "''"])]
+    ),
     keys=ChatConfig,
     encoder="trainctl.data.record_encoders:ChatEncoder",
 )
