@@ -1816,7 +1816,7 @@ class Checkpoint:
             tokens: Tokens to draw, at most.
             temperature: 0 takes the likeliest token each time.
             seed: Seed of the draws; None takes `training.seed`.
-            chat: The prompt is a user's message; None means so for runs of `data=chat` alone.
+            chat: The prompt is a user's message; None means so for runs whose data are messages.
             system: System message before the prompt.
             weights: `raw`, or `ema` for their moving average.
             device: As of `evaluate`.
@@ -1833,7 +1833,7 @@ class Checkpoint:
         self,
         text: str,
         *answers: str,
-        chat: bool = False,
+        chat: bool | None = None,
         weights: str = "raw",
         device: str = "auto",
         progress: WorkProgress | None = None,
@@ -1843,7 +1843,8 @@ class Checkpoint:
 
         Args:
             answers: Answers to the text as a prompt; a reward model needs one at least.
-            chat: Prompt and answers are messages of a conversation.
+            chat: Prompt and answers are messages of a conversation; None means so for runs whose
+                data are messages.
             weights: `raw`, or `ema` for their moving average.
             device: As of `evaluate`.
             progress: Called with the name of a piece of work, the units done, and their total.

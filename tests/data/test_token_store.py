@@ -429,7 +429,8 @@ def test_shares_are_all_of_it_and_the_corpus_is_joined_from_them(texts, monkeypa
 class WithoutEnd(ByteTokenizer):
     """Tokenizer without an end-of-document token."""
 
-    begin_of_document = end_of_document = None
+    begin_of_text = begin_of_document = ()
+    end_of_document = None
     fingerprint = "no end"
 
 

@@ -191,7 +191,8 @@ def test_an_id_that_no_look_has_seen_is_refused_when_it_is_read(tmp_path):
 
 
 class Unended(ByteTokenizer):
-    begin_of_document = end_of_document = None
+    begin_of_text = begin_of_document = ()
+    end_of_document = None
 
 
 def test_all_that_is_wrong_is_reported_before_a_launch_and_by_the_build(tmp_path):

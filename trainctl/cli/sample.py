@@ -14,7 +14,8 @@ AsChat = Annotated[
     bool | None,
     typer.Option(
         "--chat/--no-chat",
-        help="Put TEXT into the chat template as a user's message; default: if data=chat.",
+        help="Put TEXT into the chat template as a user's message, and answers as the assistant's; "
+        "default: if the run's data are messages.",
     ),
 ]
 
@@ -65,7 +66,7 @@ def sample(
         checkpoint = api.Run(run).checkpoint(step, best=best, warn=print_warning)
         how: dict[str, Any] = {"weights": weights, "device": device, "progress": meter}
         if score or answers:
-            result = checkpoint.score(text, *(answers or ()), chat=bool(chat), **how)
+            result = checkpoint.score(text, *(answers or ()), chat=chat, **how)
         else:
             result = checkpoint.sample(
                 text,

@@ -22,7 +22,7 @@ from trainctl.data.corpus_record import Corpus
 from trainctl.data.executors import executor_of
 from trainctl.data.streaming.corpora import open_remote_corpora
 from trainctl.data.tasks import PreparationProgress, Progress, ignore_progress
-from trainctl.data.tokenizer import Tokenizer
+from trainctl.data.tokenizer import Encoder, Tokenizer, encoder_of
 from trainctl.errors import RunStateError, TrainctlError
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.check import with_source_keys
@@ -92,18 +92,19 @@ def build_corpora(
     if config.data.factory is not None:
         assert users_folder is not None
         made = build_users_corpus(config.data, tokenizer, users_folder, progress, notify)
-        _require_text(made, "data.factory gives")
+        _require_text(made, "data.factory gives", encoder_of(config.data, tokenizer))
         return {SINGLE_SOURCE: made}
     found = {}
     rest = {"notify": notify, "executor": executor_of(config, workers)}
     for name, builder in _corpus_builders(config, tokenizer, progress, **rest):
         with naming_source(config.data, name):
             found[name] = builder.build()
-            _require_text(found[name], "the files of data.paths have")
+            encoder = encoder_of(builder.config, tokenizer)
+            _require_text(found[name], "the files of data.paths have", encoder)
     return found
 
 
-def _require_text(corpus: Corpus, who: str) -> None:
+def _require_text(corpus: Corpus, who: str, encoder: Encoder) -> None:
     """Refuse a corpus without text.
 
     Raises:
@@ -115,8 +116,8 @@ def _require_text(corpus: Corpus, who: str) -> None:
         skipped = corpus.bad_text.get("skipped", 0)
         why = f": data.on_bad_text=skip left out {skipped:,}" if skipped else ""
         raise TrainctlError(f"{who} 0 documents{why}", hint=_NO_TEXT)
-    ends = train.documents if corpus.end_of_document is not None else 0
-    if train.documents and train.tokens == ends and not train.in_place:
+    around = len(encoder.begin_of_document) + (corpus.end_of_document is not None)
+    if train.documents and train.tokens == around * train.documents and not train.in_place:
         raise TrainctlError(
             f"{train.documents:,} of {train.documents:,} documents to train on are empty",
             hint=_NO_TEXT,

@@ -25,6 +25,7 @@ _BLOCKS = ("blocks", "ends_blocks", "origin_blocks", "targets_blocks", "records_
 _OPTIONAL = (
     *("targets", "targets_blocks", "target_width", "classes"),
     *("records", "records_blocks", "records_bytes"),
+    "has_messages",
 )
 """Fields that `corpus.json` does not have where they are empty."""
 ENDS = "<u8"
@@ -109,6 +110,10 @@ class Corpus:
     """Whether ids carry loss marks (`data.token_arrays`)."""
     classes: tuple[str, ...] = ()
     """Names of the classes that targets number; empty if targets are numbers of another kind."""
+    has_messages: bool = False
+    """Whether its prompts are lists of messages, which a chat template rendered; known of corpora
+    in a run's record.
+    """
 
     def to_plain(self) -> dict[str, Any]:
         """Return the record as plain data, without `_OPTIONAL` fields that are empty."""

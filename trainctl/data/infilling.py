@@ -26,7 +26,7 @@ import numpy.typing as npt
 from trainctl.config.schema import RunConfig
 from trainctl.data.permutation import Words, derive_key, splitmix64, unit_interval
 from trainctl.data.token_arrays import Tokens
-from trainctl.data.tokenizer import Tokenizer, load_tokenizer
+from trainctl.data.tokenizer import Tokenizer, begin_of_documents, load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.plans.mixture import sources_of
 
@@ -49,6 +49,8 @@ class Infilling:
     suffix: int
     end_of_document: int | None
     """Id that closes a document and stays last; None if there is none."""
+    begin_of_document: tuple[int, ...] = ()
+    """Ids that begin a document and stay first."""
 
     def apply(
         self,
@@ -77,6 +79,9 @@ class Infilling:
             begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
             if end > begin and unit_interval(of_it[0]) < self.rate:
                 closed = int(tokens[end - 1 : end][0]) == self.end_of_document
+                begun = begin + len(self.begin_of_document)
+                if tuple(tokens[begin:begun].tolist()) == self.begin_of_document:
+                    begin = begun
                 at = begin
                 for part in self.parts(end - begin - closed, of_it):
                     size = 1 if isinstance(part, int) else len(part)
@@ -127,6 +132,7 @@ def infilling_settings(config: RunConfig, name: str) -> Infilling | None:
         middle=middle,
         suffix=suffix,
         end_of_document=tokenizer.end_of_document,
+        begin_of_document=begin_of_documents(section, tokenizer),
     )
 
 

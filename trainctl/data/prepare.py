@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from trainctl.data.corpora import (
@@ -18,6 +19,7 @@ from trainctl.data.corpora import (
 from trainctl.data.infilling import infilling_settings
 from trainctl.data.mixture import SourceLength, plan_data
 from trainctl.data.packing import packed_token_count
+from trainctl.data.record_encoders import gives_messages
 from trainctl.data.streaming.corpora import check_shard_caches
 from trainctl.data.targets import check_labels
 from trainctl.data.tasks import PreparationProgress
@@ -46,6 +48,9 @@ def prepare(
             more ids than the model, or the corpus is not the one that this run started with.
     """
     corpora = build_plan_corpora(plan, notify, show, users_folder=run.users_corpus)
+    for name, section in sources_of(plan.config.data).items():
+        if gives_messages(section):
+            corpora[name] = replace(corpora[name], has_messages=True)
     kept = require_unchanged_corpora(corpora, run.corpus)
     check_shard_caches(plan.config, corpora)
     save_corpora(run.corpus, kept)

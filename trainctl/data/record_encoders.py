@@ -22,16 +22,19 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.config.schema import DataFromPaths, OnBadText
+from trainctl.config.schema import BeginDocuments, DataConfig, DataFromPaths, OnBadText
 from trainctl.data.chat_template import CannotRender, ChatTemplate
 from trainctl.data.targets import Targets
 from trainctl.data.token_arrays import mark_tokens, marked_vocab_size
-from trainctl.data.tokenizer import Tokenizer
+from trainctl.data.tokenizer import Tokenizer, encode_prompt
 from trainctl.errors import TrainctlError
 from trainctl.options.data._records import TemplateConfig
 from trainctl.options.data.chat import ChatConfig
+from trainctl.options.data.prompts import PromptsConfig
 from trainctl.options.data.steps import StepsConfig
 from trainctl.readers.conversations import ANSWERS, Learn
+from trainctl.readers.documents import Reader
+from trainctl.readers.files import split_files
 
 RECORD_FORMAT = 2
 """Version of the encoding of records other than conversations. Raising it has all of them tokenized
@@ -48,15 +51,24 @@ class _RecordEncoder(Generic[Section]):
     `vocab_size` bounds the ids with their marks (`data.token_arrays`).
     """
 
-    begin_of_document: int | None = None
+    begin_of_document: tuple[int, ...] = ()
     end_of_document: int | None = None
-    """None: the template, or the end of an answer, already ends a record."""
+    """None: the record has what begins and ends it."""
     fingerprint: str
 
     def __init__(self, section: Section, tokenizer: Tokenizer) -> None:
         self._section: Section = section
         self._tokenizer = tokenizer
         self.vocab_size = marked_vocab_size(tokenizer.vocab_size)
+
+    def _encode_prompt(self, text: str) -> Ids:
+        return encode_prompt(self._section, self._tokenizer, text)
+
+    def _begin_identity(self) -> str:
+        """Return the part of the fingerprint that is what prompts begin with; often empty."""
+        begins = self._section.begin_documents is BeginDocuments.tokenizer
+        begin = self._tokenizer.begin_of_text if begins else ()
+        return f" begin {begin}" if begin else ""
 
     def encode_all(self, texts: Sequence[str]) -> list[Ids]:
         """Return the marked ids of each record; none for one that `data.on_bad_text` skips."""
@@ -99,8 +111,9 @@ class ChatEncoder(_RecordEncoder[ChatConfig]):
 class _AnswersEncoder(_RecordEncoder[TemplateConfig]):
     """Encoder of a prompt with the answers under `keys`, each after the prompt.
 
-    Plain texts are tokenized as they are. Prompt and answer are tokenized separately, as when the
-    model answers, and the tokenizer's end-of-document id follows each answer. Messages are rendered
+    Plain texts are tokenized as they are, after what the tokenizer puts before a text. Prompt and
+    answer are tokenized separately, as when the model answers, and the tokenizer's end-of-document
+    id follows each answer. Messages are rendered
     by the chat template, and an answer is everything it adds to the prompt.
     """
 
@@ -118,6 +131,7 @@ class _AnswersEncoder(_RecordEncoder[TemplateConfig]):
         found = self._template
         template = "none" if isinstance(found, TrainctlError) else found.fingerprint
         self.fingerprint = f"answers {RECORD_FORMAT} {tokenizer.fingerprint} {template}"
+        self.fingerprint += self._begin_identity()
 
     def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
         encode = self._encode_texts if isinstance(record["prompt"], str) else self._encode_messages
@@ -130,7 +144,7 @@ class _AnswersEncoder(_RecordEncoder[TemplateConfig]):
         answer, end = self._tokenizer.encode(record[key]), self._tokenizer.end_of_document
         if end is not None and answer[-1:].tolist() != [end]:
             answer = np.append(answer, end)
-        return self._tokenizer.encode(record["prompt"]), answer
+        return self._encode_prompt(record["prompt"]), answer
 
     def _encode_messages(self, record: Mapping[str, Any], key: str) -> tuple[Ids, Ids]:
         if isinstance(self._template, TrainctlError):
@@ -177,7 +191,7 @@ class PromptEncoder(_AnswersEncoder):
     def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
         prompt = record["prompt"]
         if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt)
+            ids = self._encode_prompt(prompt)
         elif isinstance(self._template, TrainctlError):
             raise self._template
         else:
@@ -205,12 +219,13 @@ class StepsEncoder(_RecordEncoder[StepsConfig]):
         super().__init__(section, tokenizer)
         separator = json.dumps(section.step_separator)
         self.fingerprint = f"steps {RECORD_FORMAT} {tokenizer.fingerprint} {separator}"
+        self.fingerprint += self._begin_identity()
         self._separator = tokenizer.encode(section.step_separator)
 
     def _encode(self, record: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
         encode = self._tokenizer.encode
         ids = [np.concatenate([encode(s), self._separator]) for s in record["completions"]]
-        ids.insert(0, encode(record["prompt"]))
+        ids.insert(0, self._encode_prompt(record["prompt"]))
         _require_tokens(ids, record["prompt"])
         lengths = [len(each) for each in ids]
         loss_mask = np.zeros(sum(lengths), dtype=bool)
@@ -257,6 +272,24 @@ class TextEncoder(SimilarEncoder):
         """Return the label: names or numbers."""
         label: Targets = json.loads(text)["label"]
         return label
+
+
+def gives_messages(section: DataConfig) -> bool:
+    """Return True if a source has conversations, or records whose prompts are lists of messages.
+
+    The first record of its files decides; without files it has none.
+    """
+    if isinstance(section, ChatConfig) or section.factory is not None:
+        return section.factory is None
+    if not isinstance(section, TemplateConfig):
+        return False
+    if isinstance(section, PromptsConfig) and section.as_message:
+        return True
+    try:
+        first = next(Reader(section).documents(split_files(section).train), None)
+    except TrainctlError:
+        return False
+    return first is not None and isinstance(json.loads(first.text)["prompt"], list)
 
 
 def _load_template(

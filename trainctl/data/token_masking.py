@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from trainctl.config.schema import RunConfig
 from trainctl.data.permutation import Words, derive_key, splitmix64, unit_interval
-from trainctl.data.tokenizer import load_tokenizer
+from trainctl.data.tokenizer import begin_of_documents, load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.options.objective.masked import MaskedConfig
 from trainctl.options.tokenizer import tokenizer_facts
+from trainctl.plans.mixture import sources_of
 
 _CHOICE, _KIND, _TOKEN = range(3)
 """Random numbers per position: whether it is hidden, by what, and by which random token."""
@@ -79,6 +80,7 @@ def token_masking(config: RunConfig, name: str, *, held_out: bool = False) -> To
     if not isinstance(section, MaskedConfig):
         return None
     facts, mask = tokenizer_facts(config.tokenizer), section.mask_token
+    source = sources_of(config.data).get(name, config.data)
     tokenizer = load_tokenizer(config.tokenizer)
     found = facts.mask_token if mask is None else tokenizer.id_of(mask)
     if found is None:
@@ -94,6 +96,6 @@ def token_masking(config: RunConfig, name: str, *, held_out: bool = False) -> To
         mask_share=section.mask_share,
         random_share=section.random_share,
         mask_token=found,
-        kept_token=tokenizer.begin_of_document,
+        kept_token=next(iter(begin_of_documents(source, tokenizer)), None),
         vocab_size=facts.vocab_size,
     )

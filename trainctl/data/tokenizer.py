@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.registry import function_of
-from trainctl.config.schema import DataConfig, TokenizerConfig, TokenizerFromPath
+from trainctl.config.schema import BeginDocuments, DataConfig, TokenizerConfig, TokenizerFromPath
 from trainctl.errors import TrainctlError
 from trainctl.models.tokenizer_files import read_facts, special_tokens_of
 from trainctl.options.data import spec_of as source_spec_of
@@ -29,10 +29,10 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     """Exclusive upper bound of the ids."""
-    begin_of_document: int | None
-    """Id put before each document, where the tokenizer puts its `cls_token` before a text, as an
-    encoder expects; None puts nothing there.
-    """
+    begin_of_text: tuple[int, ...]
+    """Ids that the tokenizer puts before a text; often none, or its `bos_token`."""
+    begin_of_document: tuple[int, ...]
+    """These ids if they are its `cls_token`, as an encoder expects; else none."""
     end_of_document: int | None
     """Id appended to each document; None appends nothing."""
     fingerprint: str
@@ -88,7 +88,8 @@ class ByteTokenizer:
     """Tokenizer with UTF-8 bytes as ids 0 to 255."""
 
     vocab_size = 257
-    begin_of_document: int | None = None
+    begin_of_text: tuple[int, ...] = ()
+    begin_of_document: tuple[int, ...] = ()
     end_of_document: int | None = END_OF_DOCUMENT
     fingerprint = "byte-1"
     file: Path | None = None
@@ -138,10 +139,10 @@ class FileTokenizer:
         self.vocab_size: int = facts.vocab_size
         self.end_of_document: int | None = facts.end_of_document
         cls = self._backend.token_to_id(special_tokens_of(path).get("cls_token", "[CLS]"))
-        first = self._backend.encode("").ids[:1]
-        self.begin_of_document: int | None = cls if first == [cls] else None
+        self.begin_of_text: tuple[int, ...] = facts.begin_of_text
+        self.begin_of_document = facts.begin_of_text if facts.begin_of_text == (cls,) else ()
         end = f"\0{facts.end_of_document}"  # it is part of every encoded text
-        end += "" if self.begin_of_document is None else f"\0begin {self.begin_of_document}"
+        end += "".join(f"\0begin {each}" for each in self.begin_of_document)
         self.file: Path | None = path
         whole = "\0whole" if had_limits else ""
         self.fingerprint = hashlib.sha256((text + end + whole).encode()).hexdigest()
@@ -188,7 +189,7 @@ class Encoder(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def begin_of_document(self) -> int | None: ...
+    def begin_of_document(self) -> tuple[int, ...]: ...
 
     @property
     def end_of_document(self) -> int | None: ...
@@ -201,10 +202,11 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SeparatingEncoder:
-    """An encoder that appends a separator text to each document."""
+class DocumentEncoder:
+    """A tokenizer with other ids before each document, or a separator text after it."""
 
     encoder: Encoder
+    begin_of_document: tuple[int, ...]
     separator: str
     """Separator text, encoded together with the document before it."""
 
@@ -214,26 +216,44 @@ class SeparatingEncoder:
         return self.encoder.vocab_size
 
     @property
-    def begin_of_document(self) -> int | None:
-        """Begin-of-document id of the encoder."""
-        return self.encoder.begin_of_document
-
-    @property
     def end_of_document(self) -> int | None:
         """End-of-document id of the encoder; it follows the separator."""
         return self.encoder.end_of_document
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of encoder and separator."""
-        return f"{self.encoder.fingerprint} {json.dumps(self.separator)}"
+        """Fingerprint of encoder, separator and the ids before a document."""
+        found = self.encoder.fingerprint
+        if self.begin_of_document != self.encoder.begin_of_document:
+            found += f" begin {self.begin_of_document}"
+        return f"{found} {json.dumps(self.separator)}" if self.separator else found
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         """Return the ids of each text with the separator after it."""
         return self.encoder.encode_all([text + self.separator for text in texts])
 
 
-def encoder_of(section: DataConfig, tokenizer: Encoder) -> Encoder:
+def begin_of_documents(section: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that a source puts before each text that it tokenizes as a document."""
+    if section.begin_documents is BeginDocuments.tokenizer:
+        return tokenizer.begin_of_text
+    return tokenizer.begin_of_document if section.begin_documents is BeginDocuments.cls else ()
+
+
+def encode_prompt(section: DataConfig, tokenizer: Tokenizer, text: str) -> npt.NDArray[np.int64]:
+    """Return the ids of a prompt that is a text, with what the source puts before it.
+
+    A text that begins with these tokens by itself does not get them twice.
+    """
+    ids = tokenizer.encode(text)
+    begin = tokenizer.begin_of_text
+    has_begin = section.begin_documents is BeginDocuments.tokenizer and begin
+    if not has_begin or tuple(ids[: len(begin)].tolist()) == begin:
+        return ids
+    return np.insert(ids, 0, begin)
+
+
+def encoder_of(section: DataConfig, tokenizer: Tokenizer) -> Encoder:
     """Return the encoder of a source's documents.
 
     Raises:
@@ -242,7 +262,10 @@ def encoder_of(section: DataConfig, tokenizer: Encoder) -> Encoder:
     if stores_loss_mask(section):
         made: Encoder = function_of("data", section.kind, "encoder")(section, tokenizer)
         return made
-    return SeparatingEncoder(tokenizer, section.separator) if section.separator else tokenizer
+    begin = begin_of_documents(section, tokenizer)
+    if begin == tokenizer.begin_of_document and not section.separator:
+        return tokenizer
+    return DocumentEncoder(tokenizer, begin, section.separator)
 
 
 def stores_loss_mask(section: DataConfig) -> bool:
@@ -267,7 +290,7 @@ def encode_documents(
     for together in _text_batches(texts):
         ids_of_each = tokenizer.encode_all([text for _, text in together])
         for (what, text), ids in zip(together, ids_of_each, strict=True):
-            ids = ids if begin is None else np.insert(ids, 0, begin)
+            ids = np.insert(ids, 0, begin) if begin else ids
             yield what, text, ids if end is None else np.append(ids, end)
 
 

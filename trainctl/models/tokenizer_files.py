@@ -58,6 +58,9 @@ class TokenizerFacts:
     """Origin of the end-of-document token; empty without one."""
     mask_token: int | None = None
     """Id that hides another token from an encoder; None if there is none."""
+    begin_of_text: tuple[int, ...] = ()
+    """Ids that the post-processor puts before a text, as transformers and llama.cpp do."""
+    begin_tokens: tuple[str, ...] = ()
 
     def describe(self, rows: int) -> str:
         """Describe the ids and the document end, for a model whose embedding has `rows` rows."""
@@ -76,7 +79,8 @@ def read_facts(path: Path) -> TokenizerFacts:
     Raises:
         TrainctlError: One of the files is missing or malformed; names the file.
     """
-    vocabulary = _read_vocabulary(path)
+    content = _read_object(path)
+    vocabulary = _read_vocabulary(path, content)
     size = max(vocabulary.values(), default=-1) + 1
     if size == 0:
         raise _malformed_error(path, "has no tokens")
@@ -87,14 +91,37 @@ def read_facts(path: Path) -> TokenizerFacts:
         )
     named = (special_tokens_of(path).get("mask_token"), *MASK_NAMES)
     mask = next((vocabulary[token] for token in named if token in vocabulary), None)
+    try:
+        begin = _begin_of_text(content.get("post_processor"))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        raise _malformed_error(path, "has a post_processor that cannot be read") from None
+    begins = {"begin_of_text": tuple(begin.values()), "begin_tokens": tuple(begin)}
     for token, number, found_in in _end_candidates(path, vocabulary):
-        return TokenizerFacts(size, number, token, found_in, mask)
-    return TokenizerFacts(size, mask_token=mask)
+        return TokenizerFacts(size, number, token, found_in, mask, **begins)
+    return TokenizerFacts(size, mask_token=mask, **begins)
 
 
-def _read_vocabulary(path: Path) -> dict[str, int]:
+def _begin_of_text(processor: Any) -> dict[str, int]:
+    """Return the tokens that a post-processor puts before a single text, with their ids."""
+    if not isinstance(processor, dict):
+        return {}
+    if processor.get("type") == "Sequence":
+        found = (_begin_of_text(each) for each in reversed(processor["processors"]))
+        return next(filter(None, found), {})
+    if processor.get("type") in ("BertProcessing", "RobertaProcessing"):
+        token, number = processor["cls"]
+        return {token: number}
+    found = {}
+    for piece in processor.get("single") or ():
+        if "SpecialToken" not in piece:
+            break
+        special = processor["special_tokens"][piece["SpecialToken"]["id"]]
+        found |= dict(zip(special["tokens"], special["ids"], strict=True))
+    return found
+
+
+def _read_vocabulary(path: Path, content: Mapping[str, Any]) -> dict[str, int]:
     """Return ids by token; added tokens take precedence."""
-    content = _read_object(path)
     model = content.get("model")
     listed = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(listed, dict):

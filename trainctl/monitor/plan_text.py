@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from trainctl.config.codec import flatten
 from trainctl.config.quantities import count_text, gib_text
-from trainctl.config.schema import OffloadDevice, RunConfig, TokenizerFromPath, WeightsKind
+from trainctl.config.schema import (
+    BeginDocuments,
+    OffloadDevice,
+    RunConfig,
+    TokenizerFromPath,
+    WeightsKind,
+)
 from trainctl.config.user_code import function_keys
 from trainctl.errors import TrainctlError
+from trainctl.options.data import SampleKind, spec_of
 from trainctl.options.tokenizer import tokenizer_facts
 from trainctl.plans.derive import bubble_share
 from trainctl.plans.mixture import sources_of
@@ -169,12 +176,13 @@ def _data_lines(config: RunConfig, data: DataPlan | None) -> Iterator[str]:
     if not config.trains_itself:
         return
     if config.data.factory is not None:
-        yield f"texts of {config.data.factory}, counted when the run starts"
+        begin = _begin_text(config)
+        yield f"texts of {config.data.factory}, counted when the run starts{begin}"
         return
     names = list(sources_of(config.data))
     what = f"{len(names)} sources" if config.data.sources else _data_place(config.data)
     if data is None:
-        yield f"{what}, counted when the run starts"
+        yield f"{what}, counted when the run starts{_begin_text(config)}"
         return
     about = "about " if any(count.is_estimate for count in data.counts.values()) else ""
     tokens = count_text(sum(count.tokens for count in data.counts.values()))
@@ -183,7 +191,23 @@ def _data_lines(config: RunConfig, data: DataPlan | None) -> Iterator[str]:
         epochs = [f"{name} {each}" for name, each in zip(names, epochs, strict=True)]
         more = [f"{len(names) - SOURCES_SHOWN} more"] if len(names) > SOURCES_SHOWN else []
         epochs = [", ".join([*epochs[:SOURCES_SHOWN], *more])]
-    yield f"{what}: {about}{tokens} tokens to train on, epochs: {epochs[0]}"
+    yield f"{what}: {about}{tokens} tokens to train on, epochs: {epochs[0]}{_begin_text(config)}"
+
+
+def _begin_text(config: RunConfig) -> str:
+    """Return what texts begin with; empty if the tokenizer puts nothing before a text."""
+    sections = [each for each in sources_of(config.data).values() if spec_of(each).begins_texts]
+    try:
+        tokens = tokenizer_facts(config.tokenizer).begin_tokens if sections else ()
+    except TrainctlError:  # reported by the check of the files
+        return ""
+    if not tokens:
+        return ""
+    begins = {each.begin_documents is BeginDocuments.tokenizer for each in sections}
+    verb = "begin" if begins == {True} else "do not begin" if begins == {False} else "partly begin"
+    are_texts = all(spec_of(each).gives is SampleKind.text for each in sections)
+    what = "documents" if are_texts else "texts"
+    return f"; {what} {verb} with {''.join(tokens)} (data.begin_documents)"
 
 
 def _data_place(section: DataConfig) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -18,12 +19,13 @@ from torch import nn
 
 from trainctl.config.schema import DataConfig
 from trainctl.data.chat_template import ChatTemplate
-from trainctl.data.tokenizer import Tokenizer, stores_loss_mask
+from trainctl.data.corpus_record import Corpus
+from trainctl.data.record_encoders import gives_messages
+from trainctl.data.tokenizer import Tokenizer, encode_prompt
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.errors import TrainctlError
 from trainctl.models.tokenizer_files import end_ids
 from trainctl.options.data._records import TemplateConfig
-from trainctl.options.data.chat import ChatConfig
 from trainctl.options.data.prompts import PromptsConfig
 from trainctl.options.objective import objective_of
 from trainctl.plans.mixture import sources_of
@@ -202,6 +204,8 @@ class Prompts:
     """
 
     tokenizer: Tokenizer
+    section: DataConfig
+    """The source that decides what a plain text begins with."""
     template: ChatTemplate | None
     """Chat template of the prompts; None encodes them as plain text."""
     ends: frozenset[int]
@@ -217,29 +221,46 @@ class Prompts:
             TrainctlError: The template refuses the messages.
         """
         if self.template is None:
-            return self.tokenizer.encode(text).tolist() or [0]
+            return self.text_ids(text)
         messages = [{"role": "user", "content": text}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
         return self.template.prompt(messages).tolist()
 
+    def text_ids(self, text: str) -> list[int]:
+        """Return the ids of a plain text, at least one."""
+        return encode_prompt(self.section, self.tokenizer, text).tolist() or [0]
 
-def prompts_of(data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = None) -> Prompts:
+
+def is_chat(data: DataConfig, corpora: Mapping[str, Corpus]) -> bool:
+    """Return True if the first source of a run has messages, by the run's record of its corpora or
+    by the files as they are now.
+    """
+    recorded = corpora.get(next(iter(sources_of(data))))
+    section = first_source(data)
+    return (recorded is not None and recorded.has_messages) or gives_messages(section)
+
+
+def prompts_of(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    chat: bool | None = None,
+    corpora: Mapping[str, Corpus] = MappingProxyType({}),
+) -> Prompts:
     """Return the prompt encoder of a run.
 
     Args:
         chat: Whether prompts are a user's messages; None means True if the first source of the run
-            has conversations. If only its records say so, text is encoded as it is, and ends as an
-            answer in a conversation does.
+            has messages (`is_chat`).
+        corpora: The run's record of its corpora, by source.
 
     Raises:
         TrainctlError: A chat template is needed, and there is none.
     """
     end, section, template = tokenizer.end_of_document, first_source(data), None
     ends = frozenset(() if end is None else (end,))
-    are_messages = isinstance(section, PromptsConfig) and section.as_message
-    is_chat = isinstance(section, ChatConfig) or are_messages
-    needs_template = is_chat and stores_loss_mask(section) if chat is None else chat
+    needs_template = is_chat(data, corpora) if chat is None else chat
     if needs_template and isinstance(section, TemplateConfig):
         named, arguments = section.chat_template, section.template_arguments
         template = ChatTemplate.of(tokenizer.file, named, arguments)
@@ -252,7 +273,7 @@ def prompts_of(data: DataConfig, tokenizer: Tokenizer, *, chat: bool | None = No
         ends |= {*end_ids(tokenizer.file)}
         with suppress(TrainctlError):  # without a template no record has messages
             ends |= prompts_of(data, tokenizer, chat=True).ends
-    return Prompts(tokenizer, template, ends)
+    return Prompts(tokenizer, section, template, ends)
 
 
 def first_source(data: DataConfig) -> DataConfig:

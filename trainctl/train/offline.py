@@ -25,6 +25,7 @@ from trainctl.errors import ExitCode, RunStateError, TrainctlError
 from trainctl.runs.processes import die_with_parent
 
 if TYPE_CHECKING:
+    from trainctl.data.corpora import Corpora
     from trainctl.plans.types import RunPlan
     from trainctl.runs.layout import RunPaths
     from trainctl.train.models.loaded import LoadedModel
@@ -216,23 +217,33 @@ def _require_next_tokens(plan: RunPlan, what: str) -> None:
         )
 
 
-def _score(given: ChosenWeights, prompt: str, answers: list[str], *, chat: bool) -> dict[str, Any]:
-    from trainctl.data.corpora import load_corpora
+def _score(
+    given: ChosenWeights, prompt: str, answers: list[str], *, chat: bool | None = None
+) -> dict[str, Any]:
+    from trainctl.train.evaluation import is_chat
     from trainctl.train.scoring import scores_of
 
-    config, corpus = given.plan.config, given.run.corpus
+    config = given.plan.config
     if config.model.score_outputs is None:
         raise TrainctlError(
             f"objective={config.objective.kind} trains no head that scores a text",
             hint="trainctl sample RUN TEXT without --score and --answer continues it",
         )
-    classes: tuple[str, ...] = ()
-    if corpus.is_file():
-        classes = next(iter(load_corpora(corpus, config.data).values())).classes
+    corpora = _recorded_corpora(given)
+    classes = next(iter(corpora.values())).classes if corpora else ()
+    chat = is_chat(config.data, corpora) if chat is None else chat
     model = given.load()
     with model.inference():
         found = scores_of(model, config, prompt, answers, chat=chat, classes=classes)
     return {"scored": found, "device": model.device.type}
+
+
+def _recorded_corpora(given: ChosenWeights) -> Corpora:
+    """Return the run's record of its corpora, in the order of its sources; empty without one."""
+    from trainctl.data.corpora import load_corpora
+
+    config, record = given.plan.config, given.run.corpus
+    return load_corpora(record, config.data) if record.is_file() else {}
 
 
 def _sample(
@@ -252,7 +263,7 @@ def _sample(
     _require_next_tokens(given.plan, "a text is continued by its next tokens")
     seed = config.training.seed if seed is None else seed
     tokenizer = load_tokenizer(config.tokenizer)
-    prompts = prompts_of(config.data, tokenizer, chat=chat)
+    prompts = prompts_of(config.data, tokenizer, chat=chat, corpora=_recorded_corpora(given))
     is_chat = prompts.template is not None
     if system is not None and not is_chat:
         raise TrainctlError(

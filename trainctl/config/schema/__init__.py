@@ -48,6 +48,7 @@ from trainctl.config.schema.optimization import (
 from trainctl.config.schema.option import option, section
 from trainctl.config.schema.run import (
     DEDUP_THRESHOLDS,
+    BeginDocuments,
     CheckpointConfig,
     DataConfig,
     DataExecutor,

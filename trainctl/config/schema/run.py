@@ -34,6 +34,14 @@ class HeldOutBy(Enum):
     file = "file"
 
 
+class BeginDocuments(Enum):
+    """Ids that are put before a text."""
+
+    tokenizer = "tokenizer"
+    none = "none"
+    cls = "cls"
+
+
 class OnTooLong(Enum):
     """Policy for a conversation that is longer than a sample."""
 
@@ -133,6 +141,18 @@ class DataConfig:
             "data=chat",
         ),
         whole=True,
+    )
+    begin_documents: BeginDocuments = option(
+        BeginDocuments.tokenizer,
+        "Ids before each document, and before each prompt that is a text: tokenizer (what the "
+        "tokenizer's post-processor puts before a text, such as its bos_token), none, or cls (its "
+        "cls_token alone, and nothing before prompts, as versions before this key). A chat "
+        "template begins conversations itself.",
+        needs=(
+            lambda data: load_spec("data", data.kind).begins_texts,
+            "a kind of data whose texts are tokenized and are no conversations",
+        ),
+        former="cls",
     )
     separator: str = option(
         "",

@@ -93,6 +93,8 @@ class DataSource(Spec):
     """Whether its text is for trying trainctl, not for training a useful model."""
     gives: SampleKind = SampleKind.text
     """Kind of its samples, which a run's objective must take."""
+    begins_texts: bool = True
+    """Whether `data.begin_documents` says what its documents or prompts begin with."""
     encoder: str = ""
     """`module:function` that makes the encoder of its documents, if a tokenizer is not enough, and
     that marks the ids to learn. It is called as ``of(section, tokenizer)`` and returns a

@@ -46,4 +46,5 @@ SPEC = source_of_records(
     ),
     keys=ChatConfig,
     encoder="trainctl.data.record_encoders:ChatEncoder",
+    begins_texts=False,
 )

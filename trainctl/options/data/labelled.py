@@ -40,4 +40,5 @@ SPEC = source_of_records(
     keys=LabelledConfig,
     encoder="trainctl.data.record_encoders:TextEncoder",
     gives=SampleKind.labelled,
+    begins_texts=False,
 )

@@ -16,4 +16,5 @@ SPEC = source_of_records(
     keys=DataFromPaths,
     encoder="trainctl.data.record_encoders:SimilarEncoder",
     gives=SampleKind.similar,
+    begins_texts=False,
 )

@@ -53,4 +53,5 @@ SPEC = DataSource(
     files=lambda section: [],
     identity=lambda section: str(section.url),
     is_prepared=True,
+    begins_texts=False,
 )

@@ -78,4 +78,5 @@ SPEC = DataSource(
     choose=without_indexes,
     problem=problem,
     is_tokenized=True,
+    begins_texts=False,
 )

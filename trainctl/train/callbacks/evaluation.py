@@ -202,7 +202,9 @@ class Sampling(Callback):
     def __init__(self, session: Session, now: StepState, journal: Journal) -> None:
         self._session, self._now, self._journal = session, now, journal
         training = session.plan.config.training
-        self._prompts = prompts_of(session.plan.config.data, session.tokenizer)
+        self._prompts = prompts_of(
+            session.plan.config.data, session.tokenizer, corpora=session.corpora
+        )
         self._chosen = [(text, self._prompts.ids(text)) for text in training.sample_prompts]
 
     def on_train_end(self, context: Context) -> None:
@@ -213,8 +215,7 @@ class Sampling(Callback):
         samples: list[dict[str, str]] = []
         with suppress(EvaluationStopped):
             if not self._chosen:
-                prompt = session.plan.config.training.sample_prompt
-                ids = session.tokenizer.encode(prompt).tolist() or [0]
+                ids = self._prompts.text_ids(session.plan.config.training.sample_prompt)
                 drawn = self._generate(context, ids, temperature=0.8)
                 samples.append({"text": session.tokenizer.decode([*ids, *drawn])})
             for prompt, ids in self._chosen:  # greedy decoding

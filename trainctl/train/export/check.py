@@ -98,7 +98,9 @@ class Target(Protocol):
         """
 
     def text_ids(self, text: str) -> list[int] | None:
-        """Return the ids of a plain text; None if the export has no tokenizer."""
+        """Return the ids of a plain text with the special tokens that the target adds to one; None
+        if the export has no tokenizer.
+        """
 
     def chat_ids(self, messages: list[dict[str, str]], arguments: dict[str, Any]) -> list[int]:
         """Return the ids of messages and of the start of an answer, in the chat template."""
@@ -308,7 +310,7 @@ def _chat_prompts(config: RunConfig) -> Prompts | None:
 def _prompt_ids(config: RunConfig, prompts: Prompts, chat: Prompts | None) -> list[list[int]]:
     """Return the prompts whose scores are compared: messages, a text, and random tokens."""
     window = min(WINDOW, config.training.sequence_length, config.model.max_position_embeddings)
-    found = [prompts.tokenizer.encode(TEXTS[0]).tolist()]
+    found = [prompts.text_ids(TEXTS[0])]
     if chat is not None and chat.template is not None:
         found.append(chat.template.prompt(CONVERSATIONS[0]).tolist())
     generator = torch.Generator().manual_seed(0)
@@ -323,9 +325,16 @@ def _compare_tokens(
     if target.text_ids("") is None:
         checked.notes.append("it has no tokenizer, so ids of texts are not compared")
     else:
+        tokenizer = prompts.tokenizer
+        encode = tokenizer.encode if tokenizer.file is None else tokenizer.encode_sequence
         for text in TEXTS:
-            wanted = prompts.tokenizer.encode(text).tolist()
-            _compare_ids(checked, repr(text), target.text_ids(text), wanted)
+            _compare_ids(checked, repr(text), target.text_ids(text), encode(text).tolist())
+        if prompts.text_ids(TEXTS[0]) != [*tokenizer.begin_of_text, *tokenizer.encode(TEXTS[0])]:
+            begin = tokenizer.decode(tokenizer.begin_of_text, with_special=True)
+            checked.notes.append(
+                f"it puts {begin} before a text, and the run does not: data.begin_documents="
+                f"{prompts.section.begin_documents.value}"
+            )
         for messages in CONVERSATIONS if chat is not None else ():
             assert chat is not None and chat.template is not None
             try:
@@ -383,7 +392,7 @@ class TransformersTarget:
     def text_ids(self, text: str) -> list[int] | None:
         if self._tokenizer is None:
             return None
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._tokenizer(text)["input_ids"]
 
     def chat_ids(self, messages: list[dict[str, str]], arguments: dict[str, Any]) -> list[int]:
         assert self._tokenizer is not None
@@ -480,7 +489,7 @@ class _LlamaCppTarget:
         return made
 
     def text_ids(self, text: str) -> list[int]:
-        return self._ask("/tokenize", content=text)["tokens"]
+        return self._ask("/tokenize", content=text, add_special=True)["tokens"]
 
     def chat_ids(self, messages: list[dict[str, str]], arguments: dict[str, Any]) -> list[int]:
         made = self._ask("/apply-template", messages=messages, chat_template_kwargs=arguments)

@@ -428,7 +428,7 @@ def _add_tokenizer(
     special.special_token_ids = {"eos": ends[0]} | special.special_token_ids if ends else {}
     for other in [end for end in ends if end != special.special_token_ids.get("eos")][:1]:
         special.special_token_ids["eot"] = other
-    special.add_special_token.setdefault("bos", False)
+    special.add_special_token["bos"] = bool(load_tokenizer(config.tokenizer).begin_of_text)
     special.add_to_gguf(writer, quiet=True)
     return notes
 
