@@ -1,5 +1,6 @@
 """`data=chat`: conversations of every shape and file, packed whole, and what is learnt of them."""
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -24,6 +25,8 @@ from trainctl.readers.conversations import (
     as_text,
     conversation_of,
 )
+from trainctl.readers.documents import Reader
+from trainctl.readers.plain import read_array
 from trainctl.train.data import PackedDataset
 from trainctl.tuning.input_files import missing_files
 
@@ -301,13 +304,46 @@ def test_what_is_bad_is_an_error_or_left_out_and_counted(tmp_path):
     assert load_bins(skips, corpus, corpus.train).counts["dropped_unwritten"] == 1
 
 
-def test_a_json_array_is_refused_with_the_way_out(tmp_path):
-    path = tmp_path / "alpaca.json"
-    for indent in (None, 2):
-        path.write_text(json.dumps([SHAPES[Shape.alpaca]], indent=indent))
-        (finding,) = missing_files(config_of(tmp_path, [path], on_bad_text=OnBadText.skip))
-        assert finding.message == f"{path} is a JSON array: what is read has a record a line"
-        assert finding.hint == f"jq -c '.[]' {path} > alpaca.jsonl"
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
+def test_a_json_array_has_the_records_of_its_lines(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr("trainctl.readers.plain._ARRAY_BYTES", at_once)
+    rows = [*SHAPES.values(), {**SHAPES[Shape.messages], "n": [-1.5e3, True, None, 'é\\"]']}]
+    lines = write(tmp_path / "lines.jsonl", rows)
+    wanted = [document.text for document in Reader(chat_on(lines)).documents([lines])]
+    for indent, ending in ((None, "json"), (2, "json"), (2, "jsonl"), (None, "json.gz")):
+        text = "\ufeff " * (indent == 2) + json.dumps(rows, indent=indent, ensure_ascii=False)
+        path = tmp_path / f"array.{ending}"
+        raw = f"{text}\n".encode()
+        path.write_bytes(gzip.compress(raw) if ending.endswith("gz") else raw)
+        found = [*Reader(chat_on(path)).documents([path])]
+        assert [document.text for document in found] == wanted
+        of_second = 1 + text[: text.index('"completion"')].count("\n")
+        assert found[1].line <= of_second and (indent is None) == (found[-1].line == 1)
+    assert missing_files(config_of(tmp_path, [path])) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[1, 2", "no ] follows"),
+        ('[{"a": 1}, {"b": ', "Expecting value"),
+        ('[{"a": 1} {"b": 2}]', "no ] follows"),
+        ("[] []", "no end of the file"),
+        ("[1,]", "Expecting value"),
+        ('["a', "Unterminated string"),
+        ("[" * 100_000, "recursion"),
+        ("[" + "9" * 9000 + "]", "4300 digits"),
+    ],
+)
+def test_a_malformed_json_array_is_an_error_at_its_line(tmp_path, text, why):
+    path = tmp_path / "a.json"
+    path.write_text("\n" + text)
+    with pytest.raises(TrainctlError, match=rf"a\.json:2: the JSON array is .*{why}"):
+        [*read_array(path)]
+
+
+def chat_on(path):
+    return new_section("data", "chat", paths=[str(path)])
 
 
 def test_a_tokenizer_without_a_template_is_refused_before_the_start(tmp_path):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainctl.config.schema import DataConfig, DataFromRecords, OnBadText
 from trainctl.config.suggest import nearest_names
@@ -26,6 +27,12 @@ _KEYS_SHOWN = 6
 _LINES_READ = 20
 """Lines of each JSONL file that are read before the start."""
 _BOM = codecs.BOM_UTF8
+_ARRAY_BYTES = 1 << 20
+"""Bytes of a JSON array that are read at once."""
+_LONGEST_TOKEN = 16
+"""Characters of a literal or an escape that the end of what was read may cut."""
+_WHITE_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
 SKIPPED_RECORD = object()
 """Value of a record that is left out. None is the value of JSON's null."""
 
@@ -144,6 +151,93 @@ def read_lines(file: File, span: tuple[int, int] | None) -> Iterator[tuple[int, 
             at += len(raw)
             if line:
                 yield number, line
+
+
+def is_array(file: File) -> bool:
+    """Return True if a file begins as a JSON array."""
+    return read_head(file, HEAD_BYTES).removeprefix(_BOM).lstrip()[:1] == b"["
+
+
+def read_array(file: File) -> Iterator[tuple[int, Any]]:
+    """Yield the elements of a JSON array, each with the line in which it begins, from 1.
+
+    Bytes that are not UTF-8 become lone surrogates, which `Reader.clean` finds.
+
+    Raises:
+        TrainctlError: The array is malformed or cut off: nothing after that place can be read.
+    """
+    _refuse_binary(file, read_head(file, HEAD_BYTES))
+    with open_decompressed(file) as stream:
+        text = _ArrayText(stream)
+        try:
+            if text.take("[") and not text.take("]"):
+                yield text.element()
+                while text.take(","):
+                    yield text.element()
+                text.require("]")
+            text.require("")
+        except (ValueError, RecursionError) as error:
+            why = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise TrainctlError(
+                f"{file}:{text.line}: the JSON array is malformed or cut off: {why}",
+                hint="correct it, or write a record on each line of a .jsonl file",
+            ) from None
+
+
+class _ArrayText:
+    """The text of a JSON array, of which little more than one element is in memory."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.line = 1
+        self._stream = stream
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
+        self._text = self._decode(stream.read(_ARRAY_BYTES))
+        self._at = 0
+
+    def take(self, character: str) -> bool:
+        """Skip white space, and the character if it is next; return whether it was."""
+        while True:
+            match = _WHITE_SPACE.match(self._text, self._at)
+            assert match is not None
+            self._advance(match.end())
+            if self._at < len(self._text) or not self._fill():
+                break
+        is_next = bool(character) and self._text.startswith(character, self._at)
+        self._at += is_next
+        return is_next
+
+    def require(self, character: str) -> None:
+        """Take a character; the empty one is the end of the file."""
+        if not self.take(character) and (character or self._at < len(self._text)):
+            raise ValueError(f"no {character or 'end of the file'} follows the elements")
+
+    def element(self) -> tuple[int, Any]:
+        """Take an element, and return it with its line."""
+        self.take("")
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                is_cut = error.pos > len(self._text) - _LONGEST_TOKEN or "Unterminated" in error.msg
+                if not is_cut or not self._fill():
+                    raise
+                continue
+            if end < len(self._text) or not self._fill():
+                break  # a number at the end of the text may have more digits
+        line = self.line
+        self._advance(end)
+        return line, value
+
+    def _advance(self, end: int) -> None:
+        self.line += self._text.count("\n", self._at, end)
+        self._at = end
+
+    def _fill(self) -> bool:
+        """Read as much as is left, at least `_ARRAY_BYTES`; return False at the end of the file."""
+        left = self._text[self._at :]
+        raw = self._stream.read(max(_ARRAY_BYTES, len(left)))
+        self._text, self._at = left + self._decode(raw, final=not raw), 0
+        return bool(raw)
 
 
 def record_of(reader: Reader, raw: bytes, where: str) -> Any:

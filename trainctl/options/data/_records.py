@@ -1,4 +1,6 @@
-"""Sources of records: one object of JSONL, Parquet, Arrow or a saved dataset is one document."""
+"""Sources of records: one object of JSONL, a JSON array, Parquet, Arrow or a saved dataset is one
+document.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from typing import Any
 
 from trainctl.config.schema import DataConfig, DataFromPaths
 from trainctl.config.schema.option import option
-from trainctl.errors import TrainctlError
 from trainctl.options.data import DataSource, arrow, parquet
 from trainctl.readers import plain
 from trainctl.readers.check import FileProblem
@@ -73,7 +74,7 @@ def source_of_records(
         build=read,
         endings=(".jsonl", *parquet.SPEC.endings, *arrow.SPEC.endings),
         choose=arrow.choose_files,
-        ranges=plain.ranges,
+        ranges=_ranges,
         counts_lines=True,
         problem=problem,
         identity=lambda section: f"{name} {identity(section)}".rstrip(),
@@ -87,7 +88,7 @@ def _records(
     """Yield each record with its line or row number, from 1, and its location as text.
 
     Raises:
-        TrainctlError: A file is one JSON array of all records, or reading it fails.
+        TrainctlError: Reading the file fails.
     """
     name = uncompressed_name(file)
     if name.endswith(parquet.SPEC.endings):
@@ -96,14 +97,17 @@ def _records(
     elif name.endswith(arrow.SPEC.endings):
         for row, record in arrow.records(file):
             yield row, record, f"{file}, row {row:,}"
+    elif not (span and span[0]) and plain.is_array(file):
+        for line, record in plain.read_array(file):
+            yield line, record, f"{file}:{line}"
     else:
         for line, raw in plain.read_lines(file, span):
             where = f"{file}:{line}"
-            if line == 1 and not (span and span[0]) and raw.startswith(b"["):
-                raise TrainctlError(
-                    f"{file} is a JSON array: what is read has a record a line",
-                    hint=f"jq -c '.[]' {file} > {name.removesuffix('.json')}.jsonl",
-                )
             record = plain.record_of(reader, raw, where)
             if record is not plain.SKIPPED_RECORD:
                 yield line, record, where
+
+
+def _ranges(file: File, size: int) -> list[tuple[int, int]]:
+    """Return ranges of lines; none if the file is one JSON array."""
+    return [] if plain.is_array(file) else plain.ranges(file, size)
