@@ -76,6 +76,39 @@ class BadRecord(ValueError):
     """A record that has not what its source takes; the message says why."""
 
 
+_OF_MESSAGES = ("role", "content", "tool_calls", "from", "value")
+_LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+_OF_RECORDS = ("instruction", "input", "output", "system", "history", "tools", "margin", "label")
+_OTHERS = ("completions", "labels", "query", "positive", "negative")
+NAMES = frozenset((*_OF_MESSAGES, *_LISTS, *_OF_RECORDS, *_OTHERS))
+"""Names that records are read by."""
+
+
+def renamed(record: Any, columns: Mapping[str, str]) -> Any:
+    """Return a record under the names that it is read by.
+
+    Args:
+        columns: The record's own keys by these names; those of a message are renamed in lists.
+    """
+    if not columns or not isinstance(record, Mapping):
+        return record
+    found = _rename(record, columns)
+    of_messages = {name: columns[name] for name in _OF_MESSAGES if name in columns}
+    for key in _LISTS if of_messages else ():
+        if isinstance(found.get(key), list):
+            found[key] = [
+                _rename(each, of_messages) if isinstance(each, Mapping) else each
+                for each in found[key]
+            ]
+    return found
+
+
+def _rename(record: Record, columns: Mapping[str, str]) -> dict[str, Any]:
+    taken = {*columns.values()}
+    kept = {key: value for key, value in record.items() if key not in taken}
+    return kept | {name: record[key] for name, key in columns.items() if key in record}
+
+
 def conversation_of(
     record: object, shape: Shape = Shape.auto, learn_key: str | None = None
 ) -> dict[str, Any]:
@@ -221,6 +254,8 @@ def _read_message(record: object) -> Message:
         raise BadRecord(f"a message is {type(record).__name__}, not an object")
     message = {key: value for key, value in record.items() if value is not None}
     role, content = message.get("role"), message.get("content")
+    if isinstance(role, str) and role in _SHAREGPT_ROLES:
+        role = message["role"] = _SHAREGPT_ROLES[role]
     if role not in _ROLES:
         raise BadRecord(f"a message has the role {role!r}, not one of {', '.join(_ROLES)}")
     if isinstance(content, list):

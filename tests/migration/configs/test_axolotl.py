@@ -287,3 +287,12 @@ def test_sharding_by_a_json_and_by_fsdp(tmp_path):
         imported(fsdp_config={"fsdp_sharding_strategy": "SHARD_GRAD_OP"}).choices["zero_stage"]
         == "2"
     )
+
+
+def test_names_of_turns_are_carried_over():
+    entry = {"path": "a.jsonl", "type": "chat_template", "field_messages": "dialog"}
+    mapped = {**entry, "message_property_mappings": {"role": "speaker", "content": "value"}}
+    assert imported(datasets=[entry]).settings["data.columns"] == {"messages": "dialog"}
+    result = imported(datasets=[mapped])
+    assert result.settings["data.columns"] == {"messages": "dialog", "role": "speaker"}
+    assert not [each.key for each in result.left_out if "mappings.role" in each.key]

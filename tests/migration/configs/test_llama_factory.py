@@ -65,6 +65,34 @@ def test_a_whole_file_gives_a_recipe_that_validates(tmp_path):
     }
 
 
+def test_columns_of_a_dataset_are_carried_over(tmp_path):
+    (tmp_path / "data").mkdir()
+    alpaca = {"file_name": "a.json", "columns": {"prompt": "q", "query": "more", "system": "s"}}
+    shared = {"file_name": "b.json", "formatting": "sharegpt", "columns": {"messages": "turns"}}
+    shared["tags"] = {"role_tag": "who", "content_tag": "value", "user_tag": "human"}
+    pairs = {"file_name": "c.json", "ranking": True, "columns": {"chosen": "best"}}
+    answers = {"file_name": "d.json", "columns": {"kto_tag": "good", "images": "pictures"}}
+    info = {"alpaca": alpaca, "shared": shared, "pairs": pairs, "answers": answers}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+
+    def found(dataset: str, **keys: str):
+        file = tmp_path / "theirs.yaml"
+        file.write_text(json.dumps({"model_name_or_path": "m", "dataset": dataset, **keys}))
+        return api.import_config(file, tool="llama_factory")
+
+    columns = {"instruction": "q", "input": "more", "system": "s"}
+    assert found("alpaca").settings["data.columns"] == columns
+    assert found("shared").settings["data.columns"] == {"conversations": "turns", "from": "who"}
+    both = found("alpaca,shared").settings["data.sources"]
+    assert both["part_1"]["columns"] == columns and both["part_2"]["paths"] == ["data/b.json"]
+    pair = found("pairs", stage="dpo").settings["data.columns"]
+    assert pair == {"prompt": "instruction", "chosen": "best"}
+    kto = found("answers", stage="kto")
+    named = {"prompt": "instruction", "completion": "output", "label": "good"}
+    assert kto.settings["data.columns"] == named
+    assert any("images of dataset_info" in each.reason for each in kto.left_out)
+
+
 @pytest.mark.parametrize(
     ("keys", "ours", "value"),
     [

@@ -4,6 +4,7 @@ document.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from trainctl.config.schema.option import option
 from trainctl.options.data import DataSource, arrow, parquet
 from trainctl.readers import plain
 from trainctl.readers.check import FileProblem
-from trainctl.readers.conversations import BadRecord, as_text
+from trainctl.readers.conversations import BadRecord, as_text, renamed
 from trainctl.readers.documents import Document, Reader
 from trainctl.readers.remote import File
 from trainctl.readers.stream import uncompressed_name
@@ -26,7 +27,19 @@ It raises `BadRecord` for a record that is none of this source.
 
 
 @dataclass
-class TemplateConfig(DataFromPaths):
+class RecordsConfig(DataFromPaths):
+    """Keys of records that are read by the names of their keys."""
+
+    columns: dict[str, str] = option(
+        {},
+        "The records' own keys by the names that they are read by, such as messages, prompt, "
+        "chosen, instruction or output; role and content are those of messages.",
+        example="{messages: dialog, role: speaker, content: text}",
+    )
+
+
+@dataclass
+class TemplateConfig(RecordsConfig):
     """Keys of records whose messages a chat template renders."""
 
     chat_template: str | None = option(
@@ -56,9 +69,10 @@ def source_of_records(
     """
 
     def read(reader: Reader, file: File, span: tuple[int, int] | None = None) -> Iterator[Document]:
+        columns = getattr(reader.config, "columns", {})
         for number, record, where in _records(reader, file, span):
             try:
-                found = read_record(record, reader.config)
+                found = read_record(renamed(record, columns), reader.config)
             except BadRecord as bad:
                 reader.apply_bad_text_policy(where, str(bad))
                 continue
@@ -69,6 +83,11 @@ def source_of_records(
     def problem(file: File, section: DataConfig) -> FileProblem | None:
         return first_problem(file, section, read)
 
+    def identity_of(section: Any) -> str:
+        columns = getattr(section, "columns", {})
+        own = f"{name} {identity(section)}".rstrip()
+        return f"{own} {json.dumps(columns, sort_keys=True)}" if columns else own
+
     return DataSource(
         name=name,
         build=read,
@@ -77,7 +96,7 @@ def source_of_records(
         ranges=_ranges,
         counts_lines=True,
         problem=problem,
-        identity=lambda section: f"{name} {identity(section)}".rstrip(),
+        identity=identity_of,
         **facts,
     )
 

@@ -5,15 +5,14 @@ A sample is the query, the similar text and the others. They do not attend to ea
 
 from __future__ import annotations
 
-from trainctl.config.schema import DataFromPaths
 from trainctl.options.data import SampleKind
-from trainctl.options.data._records import source_of_records
+from trainctl.options.data._records import RecordsConfig, source_of_records
 from trainctl.readers.records import similar_of
 
 SPEC = source_of_records(
     "similar",
     lambda record, section: similar_of(record),
-    keys=DataFromPaths,
+    keys=RecordsConfig,
     encoder="trainctl.data.record_encoders:SimilarEncoder",
     gives=SampleKind.similar,
     begins_texts=False,

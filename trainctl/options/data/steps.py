@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainctl.config.schema import DataFromPaths
 from trainctl.config.schema.option import option
 from trainctl.options.data import SampleKind
-from trainctl.options.data._records import source_of_records
+from trainctl.options.data._records import RecordsConfig, source_of_records
 from trainctl.readers.records import steps_of
 
 
 @dataclass
-class StepsConfig(DataFromPaths):
+class StepsConfig(RecordsConfig):
     """Keys of answers in steps."""
 
     step_separator: str = option(

@@ -7,10 +7,12 @@ from typing import Any
 
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, Packing
-from trainctl.config.suggest import words
+from trainctl.config.suggest import nearest_names, words
 from trainctl.options.data import spec_of
+from trainctl.options.data.prompts import PromptsConfig
 from trainctl.options.filter import Filter
 from trainctl.plans.mixture import keyed_sources, sources_of
+from trainctl.readers.conversations import NAMES
 from trainctl.readers.quality import HELD_OUT, decontamination_sections, filters_of
 from trainctl.rules.plan.data import TEXT, TWO_SOURCES
 from trainctl.rules.plan.draft import Draft
@@ -62,6 +64,31 @@ def precedence_names_existing_sources(draft: Draft) -> Iterator[Problem]:
             f"there is no source {', '.join(unknown)}",
             f"data.sources has {', '.join(data.sources)}",
         )
+
+
+@rule(
+    "TC555",
+    "data.columns",
+    "data.sources.*.columns",
+    example="recipe=sft-tiny 'data.columns={mesages: dialog}'",
+)
+def columns_are_names_that_are_read(draft: Draft) -> Iterator[Problem]:
+    """data.columns has names that records are read by.
+
+    A name that no record is read by has no effect: what it stands for would be missing.
+
+    Fix: Put the name that trainctl reads before the colon, and the record's own key behind it.
+    """
+    for where, section in keyed_sources(draft.config.data).items():
+        unknown = [each for each in getattr(section, "columns", {}) if each not in NAMES]
+        if unknown and not isinstance(section, PromptsConfig):  # rewards read other names
+            near = nearest_names(unknown[0], sorted(NAMES), count=1) or ["messages"]
+            own = section.columns[unknown[0]]
+            yield Problem(
+                f"{where}.columns has {unknown[0]!r}, and no record is read by that name",
+                f"{where}.columns={{{near[0]}: {own}}}; known are {', '.join(sorted(NAMES))}",
+                key=f"{where}.columns",
+            )
 
 
 @rule(

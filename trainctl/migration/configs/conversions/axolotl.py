@@ -481,7 +481,17 @@ def _chat_keys(
     field = entry.get("field_messages")
     if isinstance(field, str) and field in FIELDS and "conversations" not in (field, ""):
         part.keys.setdefault("shape", FIELDS[field])
-    used |= {"field_messages"} if field in (*FIELDS, None) else set()
+    columns = {"messages": field} if isinstance(field, str) and field not in FIELDS else {}
+    mapped = entry.get("message_property_mappings")
+    mapped = dict(mapped) if isinstance(mapped, Mapping) else {}
+    for name in ("role", "content"):
+        own = mapped.get(name, entry.get(f"message_field_{name}"))
+        if isinstance(own, str) and (name, own) not in KNOWN_MAPPINGS:
+            columns[name] = own
+            used |= {"message_property_mappings", f"message_field_{name}"}
+    if columns:
+        part.keys["columns"] = columns
+    used |= {"field_messages"} if field is None or isinstance(field, str) else set()
     if isinstance(entry.get("message_field_training"), str):
         part.keys["learn_key"] = str(entry["message_field_training"])
         used.add("message_field_training")

@@ -79,7 +79,13 @@ def choose_data(source: Conversion, parts: list[DataPart], *, epochs: str) -> No
     source.set(
         "data.sources",
         {
-            f"part_{number}": {"kind": part.kind, "paths": part.paths, **share, **part.keys}
+            f"part_{number}": {
+                "kind": part.kind,
+                "paths": part.paths,
+                **({"held_out_paths": part.held_out} if part.held_out else {}),
+                **share,
+                **part.keys,
+            }
             for number, part in enumerate(parts, 1)
         },
     )

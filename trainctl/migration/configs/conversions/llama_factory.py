@@ -141,23 +141,29 @@ def data(source: Conversion) -> None:
     pairs = dict.fromkeys(("dpo", "rm"), "preferences")
     kind = ({"pt": "files", "kto": "answers"} | pairs).get(str(source.get("stage")), "chat")
     info = _dataset_info(source)
-    part = DataPart(kind=kind)
-    for name in _names(source, "dataset"):
-        part.paths += _places(source, info, name)
-    for name in _names(source, "eval_dataset"):
-        part.held_out += _places(source, info, name)
+    parts: dict[str, DataPart] = {}
+    for key, names in (("paths", "dataset"), ("held_out", "eval_dataset")):
+        for name in _names(source, names):
+            columns = _columns(source, names, info.get(name), kind)
+            part = parts.setdefault(str(columns), DataPart(kind=kind))
+            part.keys |= {"columns": columns} if columns else {}
+            getattr(part, key).extend(_places(source, info, name))
+    used = [part for part in parts.values() if part.paths] or [DataPart(kind=kind)]
     for name in ("dataset", "eval_dataset"):
         absent = [each for each in _names(source, name) if not _places(source, info, each)]
         if absent:
             source.leave(name, value=absent)
     if kind == "chat":
         learn = "last" if source.is_on("mask_history") else "assistant"
-        part.keys["learn"] = "all" if source.is_on("train_on_prompt") else learn
-        if source.given("enable_thinking"):
-            part.keys["template_arguments"] = {"enable_thinking": source.get("enable_thinking")}
+        for part in used:
+            part.keys["learn"] = "all" if source.is_on("train_on_prompt") else learn
+            if source.given("enable_thinking"):
+                part.keys["template_arguments"] = {"enable_thinking": source.get("enable_thinking")}
     else:
         source.ignore("of conversations", "mask_history", "train_on_prompt", "enable_thinking")
-    choose_data(source, [part], epochs="num_train_epochs")
+    if any(part.held_out and not part.paths for part in parts.values()):
+        source.leave("eval_dataset", "its columns have other names", "data.held_out_paths=[FILE]")
+    choose_data(source, used, epochs="num_train_epochs")
     source.set("data.on_too_long", "drop" if kind in ("preferences", "answers") else "cut")
     is_packed = source.get("packing")
     is_packed = kind == "files" if is_packed is None else is_packed is True
@@ -166,6 +172,38 @@ def data(source: Conversion) -> None:
         source.set("data.mask_documents", is_whole, "neat_packing", "packing")
     if kind == "chat" and not is_packed:
         source.leave("packing", value=False)
+
+
+_NAMES = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
+    "sharegpt": {"messages": "conversations"},
+}
+"""Names that records are read by, for the keys of `columns`; the others are equal."""
+_SHARED = ("system", "history", "tools", "chosen", "rejected")
+_TAGS = {"role_tag": "from", "content_tag": "value"}
+
+
+def _columns(source: Conversion, names: str, entry: Any, kind: str) -> dict[str, str]:
+    """Return `data.columns` of a dataset, by the `columns` and `tags` that its entry has."""
+    if not isinstance(entry, Mapping) or kind == "files":
+        return {}
+    shape = str(entry.get("formatting") or "alpaca")
+    read_by = _NAMES.get(shape, {}) | {each: each for each in _SHARED} | {"kto_tag": "label"}
+    if kind != "chat":
+        read_by |= {"prompt": "prompt", "messages": "prompt"}
+        read_by |= {"response": "completion"} if kind == "answers" else {}
+        read_by.pop("query", None)
+    told = entry.get("columns") if isinstance(entry.get("columns"), Mapping) else {}
+    defaults = {"prompt": "instruction", "response": "output"} if shape == "alpaca" else {}
+    defaults |= {"kto_tag": "kto_tag"} if kind == "answers" and shape == "alpaca" else {}
+    columns = {key: value for key, value in (defaults | told).items() if isinstance(value, str)}
+    tags = entry.get("tags") if isinstance(entry.get("tags"), Mapping) else {}
+    found = {read_by[key]: value for key, value in columns.items() if key in read_by}
+    found |= {_TAGS[key]: str(value) for key, value in tags.items() if key in _TAGS}
+    left = [*sorted({*told} - {*read_by}), *sorted({*tags} - {*_TAGS})]
+    if left:
+        source.leave(names, f"no counterpart of {', '.join(left)} of dataset_info.json")
+    return {name: value for name, value in found.items() if name != value}
 
 
 def _dataset_info(source: Conversion) -> Mapping[str, Any]:
