@@ -17,6 +17,7 @@ from typing import Any
 
 from trainctl.config.schema import DataConfig, DataExecutor, RunConfig
 from trainctl.data.cache_files import ignore_message
+from trainctl.data.changed_files import describe_changed_files
 from trainctl.data.corpus import CorpusBuilder, build_users_corpus, can_tokenize_in_parts
 from trainctl.data.corpus_record import Corpus
 from trainctl.data.executors import executor_of
@@ -266,14 +267,16 @@ def changed_sources(corpora: Mapping[str, Corpus], manifest: Mapping[str, Any]) 
     ]
 
 
-def require_unchanged_corpora(corpora: Mapping[str, Corpus], path: Path) -> Corpora:
+def require_unchanged_corpora(
+    corpora: Mapping[str, Corpus], path: Path, data: DataConfig | None = None
+) -> Corpora:
     """Check that corpora are unchanged since the run started, and return them.
 
     The result also has the recorded corpora of sources that the run no longer has. The run's record
-    at `path` may not exist yet.
+    at `path` may not exist yet. `data` is the run's section.
 
     Raises:
-        TrainctlError: A corpus has changed (exit code 5).
+        TrainctlError: A corpus has changed (exit code 5); names the file if it can be known.
     """
     if not path.is_file():
         return dict(corpora)
@@ -281,8 +284,12 @@ def require_unchanged_corpora(corpora: Mapping[str, Corpus], path: Path) -> Corp
     for name, corpus in corpora.items():
         if name in before and corpus.digest != before[name].digest:
             which = "corpus" if name == SINGLE_SOURCE else f"corpus of data.sources.{name}"
+            section = sources_of(data).get(name) if data is not None else None
+            read_at = path.stat().st_mtime
+            found = describe_changed_files(before[name], corpus, section, read_at)
             raise RunStateError(
-                f"the {which} is not the one that this run started with",
+                f"the {which} is not the one that this run started with"
+                + (f": {found}" if found else ""),
                 hint="restore the files, or start a new run from this run's weights",
             )
     return {**before, **corpora}

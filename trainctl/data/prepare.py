@@ -51,7 +51,7 @@ def prepare(
     for name, section in sources_of(plan.config.data).items():
         if gives_messages(section):
             corpora[name] = replace(corpora[name], has_messages=True)
-    kept = require_unchanged_corpora(corpora, run.corpus)
+    kept = require_unchanged_corpora(corpora, run.corpus, plan.config.data)
     check_shard_caches(plan.config, corpora)
     save_corpora(run.corpus, kept)
 
