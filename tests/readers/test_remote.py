@@ -268,7 +268,7 @@ def test_a_remote_folder_is_as_a_folder_here(tmp_path):
         files = split_files(config.data)
         assert len(files.train) + len(files.held_out) == 13
         glob = config_of("files", "memory://corpus/1*.txt")
-        assert len(split_files(glob.data).train) == 2
+        assert len(split_files(glob.data).train) == 3
 
 
 def test_a_protocol_without_its_package_names_the_extra(monkeypatch):
