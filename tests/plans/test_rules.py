@@ -1276,10 +1276,45 @@ ERRORS = [
     ),
     (
         "TC370",
-        {**READ, "data__mask_documents": True, "model__anatomy": ["model recurrent", *SMALL]},
+        {
+            **READ,
+            "data__mask_documents": True,
+            "model__anatomy": ["model joins-documents sdpa", "model recurrent", *SMALL],
+        },
         gpus(1),
         "theirs carries a state from token to token",
         "data.mask_documents=false",
+    ),
+    (
+        "TC370",
+        {
+            **READ,
+            "data__mask_documents": True,
+            "model__anatomy": [
+                "model supports sdpa eager flash_attention_2",
+                "model joins-documents sdpa flash_attention_2",
+                *SMALL[1:],
+            ],
+        },
+        gpus(1),
+        "=true with model.attention=sdpa: no small model of theirs kept the documents of a sample "
+        "apart",
+        "model.attention=eager or data.mask_documents=false",
+    ),
+    (
+        "TC370",
+        {
+            **READ,
+            **PAIRS,
+            "model__anatomy": [
+                "model supports sdpa",
+                "model joins-documents sdpa",
+                *SMALL[1:],
+            ],
+        },
+        gpus(1),
+        "no small model of theirs kept the documents of a sample apart",
+        "another model: objective=dpo needs it",
     ),
     (
         "TC009",

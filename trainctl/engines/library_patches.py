@@ -6,6 +6,7 @@ from trainctl.engines.patches import (
     ADAPTED,
     ALWAYS,
     CHAT,
+    DOCUMENTS,
     EIGHT_BIT_MOMENTS,
     EXPERTS,
     FSDP2,
@@ -261,6 +262,19 @@ _TRANSFORMERS_USES = (
         body="91d0f5dc9a87",
         names=("__class__",),
         need=TENSOR,
+    ),
+    *(
+        replaced(
+            f"transformers.masking_utils:create_{kind}_mask",
+            "some models (gpt-oss, AFMoE, Falcon) make their mask without position_ids, by which "
+            "it keeps documents apart: it takes those of the running forward pass",
+            contains="_preprocess_mask_arguments(config, inputs_embeds, attention_mask, "
+            "past_key_values, position_ids, layer_idx)",
+            names=("CAUSAL_MASKS",),
+            need=DOCUMENTS,
+            at=ProcessKind.model,
+        )
+        for kind in ("causal", "sliding_window_causal", "chunked_causal")
     ),
     called(
         "transformers.utils.chat_template_utils:render_jinja_template(conversations, tools=None, "

@@ -55,6 +55,8 @@ CHAT = Need(
     lambda config: any(spec_of(each).encoder for each in sources_of(config.data).values()),
 )
 
+DOCUMENTS = Need("data.mask_documents", lambda config: config.data.mask_documents)
+
 DEEPSPEED_JSON = Need("engine.kind", lambda config: engine_of(config).takes_json)
 FSDP2 = Need("engine.kind", lambda config: config.engine.kind == fsdp2.SPEC.name)
 

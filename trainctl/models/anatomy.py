@@ -164,7 +164,11 @@ class Anatomy:
     token; linear in between and beyond. Empty for a model whose attention says them.
     """
     masks_documents: bool = True
-    """Whether its code keeps packed documents apart."""
+    """Whether a module of the user's says that its code keeps packed documents apart."""
+    joined_attentions: tuple[str, ...] = ()
+    """Values of `model.attention` with which packed documents are not kept apart, as measured on a
+    small model of its class, or with which no small model runs.
+    """
     unsplit: tuple[tuple[str, str], ...] = ()
     """Axes of parallelism that cannot split a module of the user's by its own plans, with why."""
 
@@ -276,6 +280,8 @@ class Anatomy:
 
     def _entries(self) -> Iterator[tuple[str, str]]:
         yield "model", " ".join(["supports", *self.attentions])
+        if self.joined_attentions:
+            yield "model", " ".join(["joins-documents", *self.joined_attentions])
         yield from (("model", word) for word, name in _TRAITS.items() if getattr(self, name))
         yield from (("model", word) for word, name in _LACKS.items() if not getattr(self, name))
         if self.unsharded_init:
@@ -371,6 +377,7 @@ def _parse_table(table: tuple[str, ...]) -> Anatomy:
     buffers: list[SavedBuffer] = []
     ties: list[tuple[str, str]] = []
     attentions: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
     unsharded_init = code = ""
     flops: tuple[tuple[int, int], ...] = ()
     unsplit: list[tuple[str, str]] = []
@@ -379,6 +386,8 @@ def _parse_table(table: tuple[str, ...]) -> Anatomy:
         kind, *words = said.split()
         if kind == "supports":
             attentions = tuple(words)
+        elif kind == "joins-documents":
+            joined = tuple(words)
         elif kind in _TRAITS or kind in _LACKS:
             traits.add(kind)
         elif kind == "unsplit":
@@ -403,6 +412,7 @@ def _parse_table(table: tuple[str, ...]) -> Anatomy:
         ties=tuple(ties),
         buffers=tuple(buffers),
         attentions=attentions,
+        joined_attentions=joined,
         unsharded_init=unsharded_init,
         code=code,
         flops=flops,

@@ -40,8 +40,8 @@ PROGRESS_SECONDS = 5
 
 NOT_TRACED = "TC147"
 
-FORMAT = 6
-"""Version of the cache's file format; other versions are ignored."""
+FORMAT = 7
+"""Version of the cache's files and of what an anatomy has; other versions are ignored."""
 
 PACKAGES = ("torch", "transformers", "trainctl")
 

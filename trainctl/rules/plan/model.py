@@ -9,6 +9,7 @@ from trainctl.config.schema import AttentionKind, CrossEntropyKind, WeightsKind
 from trainctl.models.directory import ENCODERS
 from trainctl.options import model as families
 from trainctl.options import tokenizer as tokenizers
+from trainctl.options.data import SampleKind
 from trainctl.options.objective import LOG_PROBABILITIES, LOGITS, objective_of
 from trainctl.options.optimizer import spec_of
 from trainctl.plans.derive import choices, nearest_multiples
@@ -277,26 +278,39 @@ def first_weights_can_be_drawn(draft: Draft) -> Iterator[Problem]:
 @rule(
     "TC370",
     "data.mask_documents",
+    "model.attention",
     situation="A directory of a recurrent model, with `data.mask_documents=true`",
     message="data.mask_documents=true: theirs carries a state from token to token, which nothing "
     "resets where a document ends",
 )
-def state_ends_with_its_document(draft: Draft) -> Iterator[Problem]:
-    """A recurrent state is not expected to end with its document.
+def documents_are_kept_apart(draft: Draft) -> Iterator[Problem]:
+    """The model keeps the documents of a sample apart with its attention, if it has to.
 
-    A recurrent layer (Mamba and its like) carries a state from token to token. Attention can be
-    masked at the end of a document; the state goes on into the next.
+    A small model of the same class is given two documents in one row, once with another first
+    document: its outputs for the second one must not change. They change where the code gives its
+    attention no mask of documents, or where a layer (Mamba, a convolution) carries a state from
+    token to token into the next document.
 
-    Fix: Set data.mask_documents=false, or use a model without such layers.
+    Fix: Set data.mask_documents=false, the attention that the message names, or use another model.
     """
     config = draft.config
-    read = None if config.model.is_unread else anatomy(config.model)
-    if read is not None and read.is_recurrent and config.data.mask_documents:
-        yield Problem(
-            f"data.mask_documents=true: {config.model.model_type} carries a state from token to "
-            "token, which nothing resets where a document ends",
-            "data.mask_documents=false",
-        )
+    model = config.model
+    read = None if model.is_unread or not config.data.mask_documents else anatomy(model)
+    if read is None or model.attention.value not in read.joined_attentions:
+        return
+    what = model.model_type or f"model.factory={model.factory}"
+    others = [each for each in read.attentions if each not in read.joined_attentions]
+    hints = [f"model.attention={each}" for each in others]
+    if objective_of(config.objective).takes is SampleKind.text:
+        hints.append("data.mask_documents=false")
+    yield Problem(
+        f"data.mask_documents=true: {what} carries a state from token to token, which nothing "
+        "resets where a document ends"
+        if read.is_recurrent
+        else f"data.mask_documents=true with model.attention={model.attention.value}: no small "
+        f"model of {what} kept the documents of a sample apart",
+        " or ".join(hints) or f"another model: objective={config.objective.kind} needs it",
+    )
 
 
 @rule(

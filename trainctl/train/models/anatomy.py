@@ -46,6 +46,7 @@ from trainctl.models.anatomy import (
 from trainctl.models.directory import ENCODERS
 from trainctl.models.hf_weights import output_layer
 from trainctl.models.tensors import SCORE
+from trainctl.train.models.documents import joined_attentions
 from trainctl.train.models.encoders import is_encoder
 from trainctl.train.models.model import (
     blocks,
@@ -174,10 +175,12 @@ def _counted_flops(built: ModuleModel, length: int) -> float:
 def _read_anatomy(model: ModelConfig) -> Anatomy:
     seen = ForwardProbe()
     AttentionInterface.register(COUNTED, seen.attend)
+    own: tuple[str, ...] = ()  # attention that the user's function has chosen
     with FakeTensorMode(allow_non_fake_inputs=True), failures_in_words(model, "built"):
         if model.factory is not None:
             built = factory_model(model, torch.bfloat16)
             if not isinstance(built, ModuleModel):
+                own = (built.config._attn_implementation or AttentionKind.eager.value,)
                 built.config._attn_implementation = COUNTED
         else:
             config = transformers_config(model)
@@ -200,9 +203,16 @@ def _read_anatomy(model: ModelConfig) -> Anatomy:
             return _module_anatomy(built, model)
         _require_logits(built, model, _run_forward(built, seen))
         _refuse_bidirectional_attention(model, built.config, seen)
-        return replace(
+        kinds = block_kinds(built)
+        found = replace(
             anatomy_of_built(built, model, seen), unsharded_init=_non_shardable_parameter(built)
         )
+    # Values decide it, which fake tensors lack.
+    kinds_end = max(kinds.index(kind) for kind in kinds) + 1
+    joined = joined_attentions(built, own or found.attentions, kinds_end)
+    if own and joined:
+        joined = tuple(kind.value for kind in AttentionKind)
+    return replace(found, joined_attentions=joined)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -11,12 +14,14 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
+    masking_utils,
 )
 from transformers.masking_utils import (
     create_bidirectional_mask,
     create_bidirectional_sliding_window_mask,
     packed_sequence_mask_function,
 )
+from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.models.directory import ENCODERS
 
@@ -38,6 +43,55 @@ def auto_class(config: PretrainedConfig, *, has_score: bool = False) -> Any:
     if has_score:
         return AutoModelForSequenceClassification
     return AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
+
+
+def separate_documents(model: PreTrainedModel) -> None:
+    """Let a model's masks keep documents apart by the `position_ids` of its forward pass."""
+    if is_encoder(model.config):
+        model.base_model.register_forward_pre_hook(keep_documents_apart, with_kwargs=True)
+        return
+    for part in (each for each in model.modules() if isinstance(each, PreTrainedModel)):
+        part.register_forward_pre_hook(_keep_positions, with_kwargs=True)
+        part.register_forward_hook(_drop_positions, always_call=True)
+        names = vars(sys.modules[type(part).__module__])
+        for name in CAUSAL_MASKS:
+            if names.get(name) is getattr(masking_utils, name):
+                names[name] = _with_positions(names[name])
+
+
+CAUSAL_MASKS = (
+    "create_causal_mask",
+    "create_chunked_causal_mask",
+    "create_sliding_window_causal_mask",
+)
+"""Functions of transformers that find documents in `position_ids`, if they are given them."""
+
+_positions: list[torch.Tensor] = []
+"""Positions of the forward pass that is running; empty between passes."""
+
+
+def _keep_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("position_ids") is not None:
+        _positions[:] = [kwargs["position_ids"]]
+
+
+def _drop_positions(*_: Any) -> None:
+    _positions.clear()
+
+
+def _with_positions(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a mask with the running pass's positions, where it gets none.
+
+    Some models (gpt-oss, AFMoE, Falcon) leave them out.
+    """
+
+    @wraps(make_mask)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if _positions and len(args) < 5 and kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = _positions[0]
+        return make_mask(*args, **kwargs)
+
+    return make
 
 
 def keep_documents_apart(

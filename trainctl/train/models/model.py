@@ -40,7 +40,7 @@ from trainctl.models.tensors import FUTURE
 from trainctl.options.model import Family, families, family_of_type, spec_of
 from trainctl.plans.mup import multipliers
 from trainctl.plans.shapes import final_norm_tensors, head_dim, key_value_heads
-from trainctl.train.models.encoders import auto_class, is_encoder, keep_documents_apart
+from trainctl.train.models.encoders import auto_class, separate_documents
 from trainctl.train.models.future import add_future_blocks
 from trainctl.train.models.module import ModuleModel, adapt_module
 from trainctl.train.models.weights import SkipInit, WeightSource
@@ -95,7 +95,7 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     if model.is_module:
         built = factory_model(model, dtype, on_meta=True)
     else:
-        with _parameters_on_meta(), SkipInit():
+        with parameters_on_meta(), SkipInit():
             if model.factory is None:
                 shape = transformers_config(model)
                 built = transformers_model(model, shape, dtype, model.attention.value)
@@ -105,8 +105,7 @@ def skeleton(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
                 add_future_blocks(built, spec_of(model), model.future_blocks)
                 getattr(built, FUTURE).to(dtype)
     built.tie_weights()
-    if is_encoder(built.config):
-        built.base_model.register_forward_pre_hook(keep_documents_apart, with_kwargs=True)
+    separate_documents(built)
     for buffer in persistent_buffers(built):  # state stays in fp32 as published: a router's bias
         if buffer.tensor.is_floating_point():
             setattr(buffer.module, buffer.key, buffer.tensor.float())
@@ -183,7 +182,7 @@ def factory_model(
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Move each parameter to meta as it is registered, before its module initialises it."""
     original = nn.Module.register_parameter
 
