@@ -80,6 +80,14 @@ def test_a_limit_of_the_norm_makes_a_group_of_its_own():
     assert len(groups) == 3 and len({group.name for group in groups}) == 3
 
 
+def test_entries_with_the_same_limit_are_clipped_apart():
+    entries = [{"match": f"layers.{at}", "gradient_clipping": 0.1} for at in range(2)]
+    config = config_with(optimizer__groups=entries)
+    groups = {name: group.name for group in parameter_groups(config) for name in group.parameters}
+    assert groups["model.layers.0.mlp.up_proj.weight"] == "decayed, clip 0.1 at 0"
+    assert groups["model.layers.1.mlp.up_proj.weight"] == "decayed, clip 0.1 at 1"
+
+
 def test_a_learning_rate_falls_by_its_factor_for_each_block_above():
     config = config_with(optimizer__layer_lr_decay=0.5, model__num_layers=3)
     factors = {

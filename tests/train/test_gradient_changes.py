@@ -1,6 +1,7 @@
 """Tests of gradient options against a short single-process torch loop, at every ZeRO stage."""
 
 import functools
+import math
 import tempfile
 from pathlib import Path
 
@@ -112,6 +113,19 @@ def test_each_changes_the_curve(tmp_path):
             for at, value in enumerate(pair)
         )
         assert changed > 2e-4, options
+
+
+def test_the_tensors_of_an_entry_are_clipped_by_their_norm_together(tmp_path):
+    limit = 0.01
+    config = changing(1, {})
+    config.optimizer.groups = [GroupOverride(match="layers", gradient_clipping=limit)]
+    run = RunPaths(tmp_path)
+    train_cases(2, [Case(tiny_plan(config, 2), run)])
+    for event in (each for each in read_events(run.events) if each["event"] == "step"):
+        names = [f"{kind}, clip {limit:g}" for kind in ("decayed", "undecayed")]
+        norm = math.hypot(*(event["grad_norms"][name] for name in names))
+        factors = [event["clipped_groups"][name] for name in names]
+        assert factors == pytest.approx([limit / norm] * 2, rel=1e-4)
 
 
 @pytest.mark.slow

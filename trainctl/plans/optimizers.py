@@ -177,7 +177,9 @@ class GroupKey:
     """Multiple of the base learning rate."""
     weight_decay: float
     clip_at: float = 0.0
-    """Limit of the group's own gradient norm; 0 for no limit of its own."""
+    """Limit of the gradient norm of the entry's tensors together; 0 for no limit of their own."""
+    clip_entry: int = -1
+    """Index of the entry of `optimizer.groups` with that limit; -1 for none."""
 
     def name(self, config: RunConfig) -> str:
         """Return a name unique among the groups of a config, and the same on every layout."""
@@ -187,7 +189,9 @@ class GroupKey:
         if self.weight_decay != (config.optimizer.weight_decay if self.is_decayed else 0.0):
             words.append(f"decay {self.weight_decay:.6g}")
         if self.clip_at:
-            words.append(f"clip {self.clip_at:.6g}")
+            limits = [entry.gradient_clipping for entry in config.optimizer.groups]
+            at = f" at {self.clip_entry}" if limits.count(self.clip_at) > 1 else ""
+            words.append(f"clip {self.clip_at:.6g}{at}")
         return ", ".join(words)
 
     def peak_lr(self, config: RunConfig) -> float:
@@ -238,8 +242,8 @@ def parameter_groups(config: RunConfig) -> tuple[ParameterGroup, ...]:
 def order_groups(keys: Iterable[GroupKey]) -> list[GroupKey]:
     """Return the keys in the order of the optimizer's groups: Muon's, the decayed, the others."""
 
-    def place(key: GroupKey) -> tuple[bool, bool, float, float, float]:
-        numbers = (-key.lr_factor, -key.weight_decay, key.clip_at)
+    def place(key: GroupKey) -> tuple[bool, bool, float, float, float, int]:
+        numbers = (-key.lr_factor, -key.weight_decay, key.clip_at, key.clip_entry)
         return (not key.uses_muon, not key.is_decayed, *numbers)
 
     return sorted(keys, key=place)
@@ -267,7 +271,7 @@ def group_of(
     elif embedding is not None and kind is TensorKind.embedding:
         kind = TensorKind.output  # tied by its name, but not an embedding
     optimizer, model = config.optimizer, config.model
-    override = matching_override(config, name)
+    entry, override = matching_override(config, name)
     is_decayed = kind in (TensorKind.hidden, TensorKind.output) or (
         kind is TensorKind.embedding and optimizer.decay_embeddings
     )
@@ -280,9 +284,10 @@ def group_of(
         * optimizer.layer_lr_decay ** blocks_above(config, name, kind)
         * mup.lr_factor(model, optimizer, kind)
     )
-    clip_at = override.gradient_clipping if override is not None else None
+    clip_at = (override.gradient_clipping if override is not None else None) or 0.0
     return GroupKey(
-        clip_at=clip_at or 0.0,
+        clip_at=clip_at,
+        clip_entry=entry if clip_at else -1,
         uses_muon=(
             spec_of(optimizer).has_matrix_rule
             and kind is TensorKind.hidden
@@ -312,9 +317,11 @@ def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:
     return config.model.num_layers if kind is TensorKind.embedding else 0
 
 
-def matching_override(config: RunConfig, name: str) -> GroupOverride | None:
-    """Return the first entry of `optimizer.groups` whose pattern matches the name, or None."""
-    for entry in config.optimizer.groups:
+def matching_override(config: RunConfig, name: str) -> tuple[int, GroupOverride | None]:
+    """Return index and value of the first entry of `optimizer.groups` whose pattern matches the
+    name; -1 and None if none does.
+    """
+    for index, entry in enumerate(config.optimizer.groups):
         if re.search(entry.match, name):
-            return entry
-    return None
+            return index, entry
+    return -1, None

@@ -47,8 +47,8 @@ class Gradients:
         config: The run's configuration, by which parameters are grouped.
 
     Attributes:
-        limits: Clipping limit of each parameter group that has its own, by name; of groups on any
-            rank.
+        limits: By the name of each parameter group with a limit of its own, on any rank: the entry
+            of `optimizer.groups` that sets it, and the limit.
     """
 
     def __init__(self, engine: Engine, process: Process, config: RunConfig) -> None:
@@ -56,11 +56,13 @@ class Gradients:
         trained = (piece for each, piece in engine.pieces.items() if each.requires_grad)
         keys = {piece.name: group_key(piece, config) for piece in trained}
         self._group_of = {name: key.name(config) for name, key in keys.items()}
-        limits = {key.name(config): key.clip_at for key in keys.values() if key.clip_at}
+        limits = {
+            key.name(config): (key.clip_entry, key.clip_at) for key in keys.values() if key.clip_at
+        }
         # A pipeline stage may lack a group, but all ranks must sum the same list.
         everywhere = process.gather((sorted(set(self._group_of.values())), limits))
         self._groups = sorted(set().union(*(groups for groups, _ in everywhere)))
-        self.limits: dict[str, float] = {}
+        self.limits: dict[str, tuple[int, float]] = {}
         for _, found in everywhere:
             self.limits |= found
 
@@ -125,17 +127,29 @@ def _column_sums(columns: list[list[torch.Tensor]]) -> torch.Tensor:
     return torch.stack(sums) if sums else torch.zeros(0, device=device)
 
 
-def clipped_groups(norms: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, float]:
+def clipped_groups(
+    norms: Mapping[str, float], limits: Mapping[str, tuple[int, float]]
+) -> dict[str, float]:
     """Return factors that scale down the gradients of parameter groups above their own limits.
+
+    The groups of one entry of `optimizer.groups` (matrices and norms, layers with other learning
+    rates) share one norm and one factor.
 
     Args:
         norms: Gradient norm of each group; finite.
-        limits: Limits of the groups that have their own.
+        limits: As `Gradients.limits`.
     """
+    entries: dict[int, list[str]] = {}
+    for name, (entry, _) in limits.items():
+        entries.setdefault(entry, []).append(name)
+    norm_of = {
+        entry: math.hypot(*(norms[name] for name in names)) + CLIPPING_EPSILON
+        for entry, names in entries.items()
+    }
     return {
-        name: limit / (norms[name] + CLIPPING_EPSILON)
-        for name, limit in limits.items()
-        if norms[name] + CLIPPING_EPSILON > limit
+        name: limit / norm_of[entry]
+        for name, (entry, limit) in limits.items()
+        if norm_of[entry] > limit
     }
 
 
