@@ -1097,6 +1097,7 @@ def suspects(
     step: int,
     by: Literal["loss", "grad_norm"] | None = None,
     most: int = 8,
+    force: bool = False,
     say: Callable[[str], None] | None = None,
     config_dir: Place | None = None,
 ) -> Suspects:
@@ -1111,6 +1112,7 @@ def suspects(
         step: The step with the spike, from 1.
         by: The quantity with the spike; None takes the one that stands out more in the records.
         most: Maximum number of documents to name; at least 1.
+        force: Whether to search where the value stands out by less than 3 standard deviations.
         say: Called with the spike, and with a sentence as the replay begins.
         config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
 
@@ -1133,6 +1135,7 @@ def suspects(
         step=step,
         by=by,
         most=most,
+        force=force,
         say=say or _ignore,
     )
 

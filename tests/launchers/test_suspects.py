@@ -87,8 +87,8 @@ def recorded(folder: Path, losses: list[float], *, stopped: float | None = None)
 def test_the_spike_is_the_one_in_the_records(tmp_path: Path) -> None:
     usual = [2.0, 2.1, 1.9, 2.0, 2.05]
     spike = spike_of(recorded(tmp_path / "a", [*usual, 9.0]), 6, None)
-    assert (spike.by, spike.value, spike.usual, spike.steps) == ("loss", 9.0, 2.0, 5)
-    assert str(spike) == "loss 9, median of the 5 steps before: 2"
+    assert (spike.by, spike.value, spike.usual, spike.steps) == ("loss", 9.0, 2.03125, 5)
+    assert str(spike) == "loss 9, by the trend of the 5 steps before: 2.03125"
     for stopped in (9.0, NAN):
         spike = spike_of(recorded(tmp_path / f"b{stopped}", usual, stopped=stopped), 6, None)
         assert spike.by == "loss" and spike.deviations > 10
@@ -99,6 +99,20 @@ def test_the_spike_is_the_one_in_the_records(tmp_path: Path) -> None:
     ):
         with pytest.raises(tc.TrainctlError, match=words):
             spike_of(recorded(tmp_path / f"c{step}", losses), step, None)
+
+
+def test_a_spike_stands_out_from_a_loss_that_falls(tmp_path: Path) -> None:
+    falling = [5.0 - 0.1 * step + 0.01 * (step % 2) for step in range(32)]
+    spike = spike_of(recorded(tmp_path / "a", [*falling, 2.6]), 33, None)
+    assert spike.usual == pytest.approx(1.8, abs=0.02) and spike.deviations > 3
+    slight = recorded(tmp_path / "b", [*falling, 1.82])
+    with pytest.raises(tc.TrainctlError, match="is no spike") as refused:
+        spike_of(slight, 33, None)
+    assert "--force" in str(refused.value.hint)
+    assert 0 < spike_of(slight, 33, None, force=True).deviations < 3
+    below = recorded(tmp_path / "c", [*falling, 1.5])  # carried by no document
+    with pytest.raises(tc.TrainctlError, match="is no spike"):
+        spike_of(below, 33, "loss", force=True)
 
 
 def test_what_is_not_explained_is_said() -> None:

@@ -205,6 +205,8 @@ def test_an_ordinary_curve_is_no_divergence(losses, vocab_size):
 
 DIVERGED = {
     "at once": ([5.5, *(5.5 * 2.5**step for step in range(1, 14))], 257, 11),
+    # a learning rate of 0.5 on bytes: far up within the first steps, and never back
+    "to worse than it began": ([5.5, 6.1, 9.0, 22.9, 14.0, 9.0, 7.6, *[6.75] * 20], 257, 15),
     "to knowing only frequencies": ([*falling(10.4, 2.5, 500, 0.02), *[7.2] * 40], 32_000, 510),
     "fine-tuning": ([*falling(1.3, 1.1, 60), *[8.0] * 20], 128_256, 70),
     "dpo": ([*[0.69] * 20, *(0.69 * 1.5**step for step in range(1, 30))], None, 32),

@@ -75,6 +75,9 @@ def suspects(
     most: Annotated[
         int, typer.Option(metavar="K", min=1, help="Maximum number of documents to name.")
     ] = 8,
+    force: Annotated[
+        bool, typer.Option("--force", help="Search where the value stands out little, too.")
+    ] = False,
     config_dir: ConfigDir = None,
     as_json: Json = False,
 ) -> None:
@@ -93,6 +96,7 @@ def suspects(
         step=step,
         by=by,
         most=most,
+        force=force,
         say=print_message,
         config_dir=config_dir,
     )

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from typing import Any
 
 from trainctl.config.compose import ComposedConfig
@@ -30,10 +31,10 @@ from trainctl.runs.replays import SearchSettings
 QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}
 """Quantities with spikes, and their names in messages."""
 WINDOW = 32
-"""Steps before the spike whose median is the usual value."""
+"""Steps before the spike through which the line of usual values goes."""
 LEAST_STEPS = 4
 SPIKE = 3.0
-"""Standard deviations above the median from which a value is a spike, by the median absolute
+"""Standard deviations above the line from which a value is a spike, by the median absolute
 deviation (1.4826 of which are a standard deviation of normal numbers).
 """
 
@@ -46,7 +47,7 @@ class Spike:
     """`loss` or `grad_norm`."""
     value: float
     usual: float
-    """Median of the steps before."""
+    """Value at the step on the line through the steps before."""
     deviations: float
     """Distance of the two, in standard deviations."""
     steps: int
@@ -54,8 +55,8 @@ class Spike:
 
     def __str__(self) -> str:
         return (
-            f"{QUANTITIES[self.by]} {self.value:.6g}, median of the {self.steps} steps before: "
-            f"{self.usual:.6g}"
+            f"{QUANTITIES[self.by]} {self.value:.6g}, by the trend of the {self.steps} steps "
+            f"before: {self.usual:.6g}"
         )
 
 
@@ -152,6 +153,7 @@ def find_suspects(
     step: int,
     by: str | None,
     most: int,
+    force: bool,
     say: Say,
 ) -> Suspects:
     """Replay a step with halves of its batch left out; name the documents that carry its spike.
@@ -160,13 +162,14 @@ def find_suspects(
         configure: Makes the configuration of the replay from the run's.
         by: `loss` or `grad_norm`; None takes the one that stands out more.
         most: Maximum number of documents.
+        force: Whether to search where a value stands out little.
 
     Raises:
         TrainctlError: The records have no spike there; its samples cannot be told apart; or the
             replay failed.
     """
     plan = plan_step(configure(config_of(run)), run, step)
-    spike = spike_of(run, step, by)
+    spike = spike_of(run, step, by, force=force)
     say(str(spike))
     checkpoint = checkpoint_before(run, step)
     is_finite = math.isfinite(spike.value)
@@ -199,7 +202,7 @@ def find_suspects(
     return replace(result, file=write_result(run, result.to_dict()))
 
 
-def spike_of(run: RunPaths, step: int, by: str | None) -> Spike:
+def spike_of(run: RunPaths, step: int, by: str | None, *, force: bool = False) -> Spike:
     """Return what stands out of a step in the run's records.
 
     The value is that of the first intervention at the step, if there was one.
@@ -215,7 +218,9 @@ def spike_of(run: RunPaths, step: int, by: str | None) -> Spike:
     if bad is not None:
         values = {"loss" if bad["kind"].startswith("loss") else "grad_norm": bad["value"]}
     before = [each for each in curve.values() if not each.get("intervention")]
-    found = [_spike(name, value, before) for name, value in values.items() if value is not None]
+    found = [
+        _spike(name, value, before, step) for name, value in values.items() if value is not None
+    ]
     spikes = [each for each in found if each is not None and by in (None, each.by)]
     if not spikes:
         known = ", ".join(QUANTITIES[each.by] for each in found if each is not None)
@@ -225,10 +230,11 @@ def spike_of(run: RunPaths, step: int, by: str | None) -> Spike:
             hint=f"they have: {known}" if known else "a later step",
         )
     spike = max(spikes, key=lambda each: each.deviations)
-    if spike.deviations < SPIKE:
+    if spike.deviations < SPIKE and not (force and spike.deviations > 0):
+        goes_on = "--force searches all the same, " if spike.deviations > 0 else ""
         raise TrainctlError(
             f"step {step:,} is no spike: {spike}, {spike.deviations:.1f} standard deviations",
-            hint="trainctl report RUN marks spikes; --by loss or --by grad_norm",
+            hint=f"{goes_on}--by loss or --by grad_norm; trainctl report RUN shows the curve",
         )
     return spike
 
@@ -239,13 +245,18 @@ def _intervention(run: RunPaths, step: int) -> Event | None:
     return next((e for e in reversed(found) if e["attempt"] == found[0]["attempt"]), None)
 
 
-def _spike(by: str, value: Any, before: Sequence[Event]) -> Spike | None:
-    known = [number(each[by]) for each in before if each.get(by) is not None]
-    finite = [each for each in known if math.isfinite(each)]
+def _spike(by: str, value: Any, before: Sequence[Event], step: int) -> Spike | None:
+    """Compare a value with the line through those before by the median slope (Theil, 1950; Sen,
+    1968): a loss that falls has no usual value, and one step in four may be a spike itself.
+    """
+    known = [(each["step"] - step, number(each[by])) for each in before if each.get(by) is not None]
+    finite = [(at, each) for at, each in known if math.isfinite(each)]
     if len(finite) < LEAST_STEPS:
         return None
-    usual, here = statistics.median(finite), number(value)
-    spread = 1.4826 * statistics.median(abs(each - usual) for each in finite)
+    here = number(value)
+    slope = statistics.median((b - a) / (m - n) for (n, a), (m, b) in combinations(finite, 2))
+    usual = statistics.median(each - slope * at for at, each in finite)
+    spread = 1.4826 * statistics.median(abs(each - slope * at - usual) for at, each in finite)
     distance = (here - usual) / max(spread, 1e-12) if math.isfinite(here) else math.inf
     return Spike(by, here, usual, distance, len(finite))
 

@@ -9,6 +9,7 @@ from typing import Any
 from trainctl.runs.records import Event, number
 
 _REFERENCES = {
+    "first": "the loss of the first step",
     "vocabulary": "the loss of a model that knows nothing, ln(vocabulary)",
     "best": "the lowest mean of ten steps",
     "start": "the mean of the run's first ten steps",

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -269,6 +270,12 @@ DIVERGED_STEPS = 10
 """Steps in a row that must agree: a spike is shorter, or comes down in between."""
 UNIFORM_LOSS_FACTOR = 1.5
 """Limit, as a multiple of ln(vocabulary): the loss of uniform predictions, near fresh weights'."""
+ABOVE_FIRST = 1.1
+"""Limit, as a multiple of ln(vocabulary), or of the first step's loss if that is higher: a model
+whose loss stays above it and falls no more has become worse than it began.
+"""
+FALLING = 0.95
+"""Fraction of the mean of the last steps below which a loss is coming down, as after a spike."""
 ABOVE_BEST = 2.0
 """Limit, as a multiple of the run's lowest mean loss over `DIVERGED_STEPS` steps."""
 LEAST_SHARE = 0.5
@@ -286,9 +293,10 @@ class Divergence:
 
     The loss has diverged once each of the last `DIVERGED_STEPS` steps is above the limit, and has
     recovered once each is below it. The limit of a cross entropy is `UNIFORM_LOSS_FACTOR` times
-    ln(vocabulary), or `ABOVE_BEST` times the run's best loss if that is lower, but at least
-    `LEAST_SHARE` of ln(vocabulary). Other objectives have their own units: their limit is
-    `ABOVE_START` times the loss of the first steps, or none if that is not positive.
+    ln(vocabulary), `ABOVE_FIRST` times the same or the first loss for a loss that falls no more, or
+    `ABOVE_BEST` times the run's best loss if that is lower, but at least `LEAST_SHARE` of
+    ln(vocabulary). Other objectives have their own units: their limit is `ABOVE_START` times the
+    loss of the first steps, or none if that is not positive.
 
     Args:
         vocab_size: Number of token ids that the model scores, for a cross entropy; None for others.
@@ -297,12 +305,14 @@ class Divergence:
     def __init__(self, vocab_size: int | None) -> None:
         self._ignorance = None if vocab_size is None else math.log(vocab_size)
         self._recent: deque[float] = deque(maxlen=DIVERGED_STEPS)
-        self._best, self._start = math.inf, math.inf
+        self._first, self._best, self._start = math.inf, math.inf, math.inf
         self._has_diverged = False
 
     def see(self, loss: float, step: int) -> dict[str, Any] | None:
         """Add the loss of a step; return the fields of the record if the verdict changes."""
         self._recent.append(loss)
+        if math.isinf(self._first) and math.isinf(self._start):
+            self._first = loss
         if len(self._recent) < DIVERGED_STEPS:
             return None
         mean = math.fsum(self._recent) / DIVERGED_STEPS
@@ -313,6 +323,8 @@ class Divergence:
         limit = times * value
         deciding = max(self._recent) if self._has_diverged else min(self._recent)
         is_over = deciding > limit
+        if times == ABOVE_FIRST and not self._has_diverged and loss < FALLING * mean:
+            return None  # it may come down by itself
         if is_over == self._has_diverged:
             return None
         self._has_diverged = is_over
@@ -335,15 +347,20 @@ class Divergence:
         )
         of_run = max(limits, key=lambda each: each[0] * each[2])
         ceiling = (UNIFORM_LOSS_FACTOR, "vocabulary", self._ignorance)
-        return min(ceiling, of_run, key=lambda each: each[0] * each[2])
+        began = max(("vocabulary", self._ignorance), ("first", self._first), key=itemgetter(1))
+        fresh = (ABOVE_FIRST, *began)
+        return min(ceiling, of_run, fresh, key=lambda each: each[0] * each[2])
 
     def state(self) -> dict[str, float]:
         """Return what `restore` needs; empty before `DIVERGED_STEPS` steps."""
-        return {} if math.isinf(self._best) else {"best": self._best, "start": self._start}
+        if math.isinf(self._best):
+            return {}
+        return {"first": self._first, "best": self._best, "start": self._start}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Restore the state of a checkpoint. Each attempt reports a divergence anew."""
         self._recent.clear()
+        self._first = float(state.get("first", math.inf))
         self._best = float(state.get("best", math.inf))
         self._start = float(state.get("start", math.inf))
 
