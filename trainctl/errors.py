@@ -106,10 +106,10 @@ class TrainctlError(Exception):
 
     `message` is one sentence, `hint` says what to do, `findings` holds all problems where there are
     several.
-
-    Attributes:
-        on_all_ranks: Whether all ranks of a run raise it together, so that they can still save.
     """
+
+    on_all_ranks = False
+    """Whether all ranks of a run raise it together, so that they can still save."""
 
     def __init__(
         self,
@@ -118,10 +118,8 @@ class TrainctlError(Exception):
         hint: str = "",
         exit_code: ExitCode = ExitCode.bad_input,
         findings: Sequence[Finding] = (),
-        on_all_ranks: bool = False,
     ) -> None:
         super().__init__(message)
-        self.on_all_ranks = on_all_ranks
         self.message = message
         self.hint = hint
         self.exit_code = exit_code

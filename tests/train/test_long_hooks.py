@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fork_server import RanksFailed
 from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
+from stand_ins import only_rank
 
 from trainctl.config.schema import RunConfig
 from trainctl.runs.checkpoints import list_checkpoints
@@ -15,6 +18,8 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest
 from trainctl.runs.records import read_events
 from trainctl.runs.status import pending_requests
+from trainctl.train.callbacks.evaluation import EvaluationStopped
+from trainctl.train.rollouts.server import on_first_rank
 
 pytestmark = pytest.mark.usefixtures("own_options")
 
@@ -126,3 +131,18 @@ def test_a_stop_while_text_is_sampled_is_made_up_for(tmp_path: Path) -> None:
     train(run, config_of({}, sample_tokens=8, **changes), attempt=2)
     assert len(events(run, "sample")) == 1 and events(run, "end")[-1]["reason"] == "complete"
     assert not at_step(run, STEPS)["unfinished"]
+
+
+def test_work_of_the_first_rank_is_not_waited_for_when_the_run_stops() -> None:
+    """Rewards and a server's answers may take minutes, which an evaluation that ends does not."""
+    end = threading.Event()
+
+    def stop() -> None:
+        raise EvaluationStopped
+
+    with only_rank() as process:
+        started = time.monotonic()
+        with pytest.raises(EvaluationStopped):
+            on_first_rank(process, lambda: end.wait(20), stop)
+        assert time.monotonic() - started < 10
+        end.set()

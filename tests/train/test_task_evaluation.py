@@ -226,3 +226,18 @@ def test_random_states_are_restored() -> None:
     with undisturbed_random(torch.device("cpu")):
         random.seed(2), np.random.seed(2), torch.manual_seed(2)
     assert drawn() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_options")
+def test_a_stop_within_it_leaves_no_record_and_the_resume_evaluates(
+    tasks: Path, tmp_path: Path
+) -> None:
+    config = config_of(tasks, {"tasks": ["pick"]})
+    config.callbacks["striking"] = {"blow": "stop", "at_pass": 1}
+    run = RunPaths(tmp_path / "run")
+    train_cases(2, [Case(tiny_plan(config, 2), run)])
+    assert not [name for _, name, _ in recorded(run) if name == "pick"]
+    config.callbacks["striking"] = {}
+    train_cases(2, [Case(tiny_plan(config, 2), run, attempt=2)])
+    assert [step for step, name, _ in recorded(run) if name == "pick"] == [2, STEPS]

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from trainctl.errors import TrainctlError
 from trainctl.plans.types import RunPlan
-from trainctl.runs.checkpoints import CheckpointInfo, newest_checkpoint
+from trainctl.runs.checkpoints import CheckpointInfo, checkpoint_folders, newest_checkpoint
 from trainctl.runs.directory import last_attempt, read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold_lock
@@ -51,18 +51,27 @@ def record_completion(run: RunPaths) -> bool:
     status = read_status(run)
     if status is None or status.state not in _DIED:
         return False
-    with suppress(TrainctlError, OSError), hold_lock(run, patience_seconds=0.0):
-        status = read_status(run)
+    with suppress(TrainctlError, OSError):
         plan = read_plan(run.attempt(last_attempt(run)).plan)
-        checkpoint = newest_checkpoint(run)[0] if plan.config.trains_itself else None
-        if status is None or checkpoint is None or why_done(run, checkpoint, plan) is None:
+        checkpoint = _last_checkpoint(run, plan)
+        if checkpoint is None or why_done(run, checkpoint, plan) is None:
             return False
-        _write_end(run, status.attempt, checkpoint.step, plan)
-        before = status.message or "its processes were killed"
-        message = f"all was saved when the attempt ended: {before}"
-        write_status(run, status.changed(State.finished, exit_code=0, message=message))
-        return True
+        with hold_lock(run, patience_seconds=0.0):
+            if read_status(run) != status:
+                return False
+            _write_end(run, status.attempt, checkpoint.step, plan)
+            before = status.message or "its processes were killed"
+            message = f"all was saved when the attempt ended: {before}"
+            write_status(run, status.changed(State.finished, exit_code=0, message=message))
+            return True
     return False
+
+
+def _last_checkpoint(run: RunPaths, plan: RunPlan) -> CheckpointInfo | None:
+    """Return the newest checkpoint if it may be the last one of the plan; most are not read."""
+    newest = max((step for step, _ in checkpoint_folders(run)), default=0)
+    may_be_last = newest >= plan.stop_step or plan.config.training.stop_patience is not None
+    return newest_checkpoint(run)[0] if plan.config.trains_itself and may_be_last else None
 
 
 def _write_end(run: RunPaths, attempt: int, step: int, plan: RunPlan) -> None:

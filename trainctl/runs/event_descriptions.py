@@ -151,7 +151,7 @@ def describe_mirror_problem(event: Mapping[str, Any]) -> str:
     return f"checkpoints do not reach the mirror, and stay on this disk: {event['problem']}"
 
 
-def describe_callback_end(event: Event) -> str:
+def describe_callback_end(event: Mapping[str, Any]) -> str:
     """Return which callback ended a run, and why, from the record of the end."""
     name, why = event.get("callback"), event.get("why")
     who = f"the callback {name}" if name else "a callback"

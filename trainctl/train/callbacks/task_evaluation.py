@@ -95,14 +95,15 @@ class TaskEvaluation(Callback):
                 self._scores(context, asked)
             problem = asked
         if problem:
-            raise TrainctlError(
+            failure = TrainctlError(
                 f"the callback task_evaluation failed on {', '.join(self._keys.tasks)} at step "
                 f"{context.step}: {problem}",
                 hint="data of a task comes from the hub once and is kept; "
                 "resume goes on from the last checkpoint",
                 exit_code=ExitCode.training_failed,
-                on_all_ranks=True,
-            ) from cause
+            )
+            failure.on_all_ranks = True
+            raise failure from cause
 
     def _prepare(self, context: Context) -> None:
         """Read the tasks and their data, and make the model that lm-eval asks."""
