@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from trainctl.cli.main import run as command
-from trainctl.config.compose import compose, recompose
-from trainctl.config.literal_secrets import literal_secrets, referenced_variables
+from trainctl.config.compose import compose, compose_leniently, recompose
+from trainctl.config.literal_secrets import literal_secrets, redacted, referenced_variables
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import (
     is_plain_variable,
@@ -220,6 +223,44 @@ def test_a_literal_of_an_older_run_is_refused_until_it_is_a_reference() -> None:
 def test_a_secret_among_the_keys_of_a_callback_is_refused(keys: dict[str, str]) -> None:
     (found,) = literal_secrets(RunConfig(callbacks={"mine": keys, "removed": None}))
     assert found.key == f"callbacks.mine.{next(iter(keys))}" and CANARY not in repr(found)
+
+
+REWARD = "objective.rewards.x={kind: function, call: 'm:f', arguments: {a: [{password: %s}]}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["recipe=grpo-tiny", REWARD % CANARY], "objective.rewards.x.arguments.a.0.password"),
+        (
+            ["recipe=tiny", "data=chat", f"data.template_arguments.api_keys=[{CANARY}]"],
+            "data.template_arguments.api_keys.0",
+        ),
+        (
+            ["recipe=tiny", "data=chat", f"data.template_arguments.a='https://me:{CANARY}@b/'"],
+            "data.template_arguments.a",
+        ),
+    ],
+)
+def test_a_secret_among_free_arguments_is_refused(overrides: list[str], key: str) -> None:
+    composed = compose_leniently(overrides)
+    (found,) = (each for each in composed.findings if each.rule == "TC167")
+    assert found.key == key and CANARY not in repr(composed.findings)
+
+
+def test_what_is_shown_of_an_older_run_has_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose(["recipe=grpo-tiny", REWARD % "''"]).config
+    config.objective.rewards["x"].arguments["a"][0]["password"] = CANARY  # type: ignore[attr-defined]
+    shown = redacted(config)
+    assert shown["objective"]["rewards"]["x"]["arguments"] == {"a": [{"password": "redacted"}]}
+    assert shown["objective"]["rewards"]["format"]["pattern"] and CANARY not in repr(shown)
+    composed = replace(compose(["recipe=grpo-tiny"]), config=config)
+    monkeypatch.setattr("trainctl.cli.config.compose_target", lambda *_, **__: composed)
+    for words in ([], ["--json"]):
+        assert command(["config", "show", *words]) == 0
+        assert CANARY not in capsys.readouterr().out
 
 
 def test_command_lines_are_shown_without_secrets() -> None:

@@ -6,13 +6,15 @@ by a launch only, and their values are never written with a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import (
     ENVIRONMENT,
+    REDACTED,
     is_env_reference,
     is_env_reference_list,
     is_plain_variable,
@@ -22,6 +24,9 @@ from trainctl.config.secrets import (
     secret_words,
 )
 from trainctl.errors import Finding
+
+Path = tuple[Any, ...]
+"""Names of keys, and indices of lists, from the root of a configuration."""
 
 LITERAL = "TC167"
 WRITTEN = "would be written with the run"
@@ -60,22 +65,16 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
             "refer to a variable, as in 'logging.alerts.urls=[\"${oc.env:ALERT_URL}\"]': it is "
             "resolved where it is needed",
         )
-    for key in _secret_keys(config.deepspeed, "deepspeed"):
+    free = [(".".join(path), tree) for path, tree in _free_mappings(config)]
+    keys = [".".join(map(str, path)) for path in _secret_paths(config)]
+    for key in (*keys, *(each for above, tree in free for each in _urls_with_secrets(tree, above))):
         name = key.rpartition(".")[2].upper()
+        written = "DeepSpeed's JSON" if key.startswith("deepspeed.") else "the plan"
         yield _literal_finding(
             key,
-            f"{key} is a secret, and DeepSpeed's JSON is written with the run",
-            "leave it out, and give ranks the variable that stands for it, such as "
-            f"{ENVIRONMENT}.{name}='${{oc.env:{name}}}'",
-        )
-    own = config.callbacks
-    for key in (*_secret_keys(own, "callbacks"), *_urls_with_secrets(own, "callbacks")):
-        name = key.rpartition(".")[2].upper()
-        yield _literal_finding(
-            key,
-            f"{key} is a secret, and the plan is written with the run",
-            f"leave it out, give ranks the variable, such as {ENVIRONMENT}.{name}="
-            f"'${{oc.env:{name}}}', and read it in the callback",
+            f"{key} is a secret, and {written} is written with the run",
+            f"leave it out, give ranks the variable that stands for it, such as {ENVIRONMENT}."
+            f"{name}='${{oc.env:{name}}}', and read it in the code that needs it",
         )
     for name, value in to_plain(launcher).items():
         if isinstance(value, list) and any(redact_text(word) != word for word in value):
@@ -86,7 +85,8 @@ def literal_secrets(config: RunConfig) -> Iterator[Finding]:
                 "the text is written, and the value taken at the start",
             )
     for section, remedy in URL_REMEDIES.items():
-        for key in _urls_with_secrets(to_plain(getattr(config, section)), section):
+        found = _urls_with_secrets(to_plain(getattr(config, section)), section)
+        for key in (key for key in found if not _is_inside(key, [name for name, _ in free])):
             yield _literal_finding(key, f"{key} has a URL with a secret, which {WRITTEN}", remedy)
 
 
@@ -102,7 +102,11 @@ def _urls_with_secrets(value: Any, key: str) -> Iterator[str]:
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _urls_with_secrets(inner, f"{key}.{name}")
-    elif any("://" in each and redact_text(each) != each for each in _texts_in(value)):
+        return
+    for index, inner in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(inner, dict | list):
+            yield from _urls_with_secrets(inner, f"{key}.{index}")
+    if any("://" in each and redact_text(each) != each for each in _texts_in(value)):
         yield key
 
 
@@ -121,15 +125,56 @@ def _variable_finding(name: str) -> Finding:
     )
 
 
-def _secret_keys(tree: Any, key: str) -> Iterator[str]:
-    """Yield the dotted keys of non-empty values under secret names in a JSON tree."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for name, value in items:
-        inner = f"{key}.{name}"
-        if isinstance(value, dict | list):
-            yield from _secret_keys(value, inner)
-        elif value and isinstance(name, str) and is_secret_name(name):
-            yield inner
+def redacted(config: RunConfig) -> dict[str, Any]:
+    """Return a configuration as plain data, without the values of secrets in free mappings.
+
+    A new run has none, but a run of an earlier version may.
+    """
+    plain = to_plain(config)
+    for path in _secret_paths(config):
+        node = plain
+        for name in path[:-1]:
+            node = node[name]
+        node[path[-1]] = REDACTED
+    return dict(plain)
+
+
+def _is_inside(key: str, above: Sequence[str]) -> bool:
+    return any(f"{key}.".startswith(f"{each}.") for each in above)
+
+
+def _free_mappings(section: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the mappings whose names are not the schema's, such as the arguments of a function.
+
+    `launcher.environment` has a rule of its own.
+    """
+    for field in fields(section):
+        value, inner = getattr(section, field.name), (*path, field.name)
+        sections = value if isinstance(value, dict) else {}
+        if is_dataclass(value):
+            yield from _free_mappings(value, inner)
+        elif sections and all(map(is_dataclass, sections.values())):
+            for name, each in sections.items():
+                yield from _free_mappings(each, (*inner, name))
+        elif sections and ".".join(inner) != ENVIRONMENT:
+            yield inner, sections
+
+
+def _secret_paths(config: RunConfig) -> Iterator[Path]:
+    """Yield the paths of non-empty values under secret names in the free mappings."""
+    for path, tree in _free_mappings(config):
+        yield from _secrets_in(tree, path)
+
+
+def _secrets_in(tree: Any, path: Path, *, is_secret: bool = False) -> Iterator[Path]:
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from _secrets_in(value, (*path, name), is_secret=is_secret_name(str(name)))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _secrets_in(value, (*path, index), is_secret=is_secret)
+    elif is_secret and tree and not isinstance(tree, bool | float):
+        yield path
 
 
 def referenced_variables(config: RunConfig) -> list[str]:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from trainctl import __version__
-from trainctl.config.codec import to_plain
+from trainctl.config.codec import to_plain, value_at
+from trainctl.config.literal_secrets import redacted
 from trainctl.config.reading import read_json
 from trainctl.config.schema import walk_leaves
 from trainctl.errors import ExitCode, TrainctlError
@@ -393,7 +394,8 @@ def setting_differences(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
 
 class _Side:
     def __init__(self, plan: RunPlan) -> None:
-        self.values = {key: to_plain(value) for key, _, value in walk_leaves(plan.config)}
+        plain = redacted(plan.config)
+        self.values = {key: value_at(plain, key) for key, _, _ in walk_leaves(plan.config)}
         self._derived = {item.key: to_plain(item.value) for item in plan.derived}
 
     def meaning(self, key: str) -> Any:
