@@ -1462,8 +1462,9 @@ class Run:
 
         Steps that were repeated after a resume or a rewind are there once, as they count. Columns:
         `step`, `attempt`, `time` (Unix seconds), `loss` (nats a token), `learning_rate`,
-        `grad_norm`, `tokens` (since the run's start), `tokens_per_second`, `mfu`, and parts such as
-        `seconds/forward` and `peak/device`; NaN where a step has no such number.
+        `grad_norm`, `tokens` (since the run's start), `tokens_per_second`, `mfu`, parts such as
+        `seconds/forward` and `peak/device`, and of evaluations `held_out/loss` and its parts, in
+        the row of the step before them; NaN where a step has no such number.
 
         Args:
             as_: `pandas` for a DataFrame, `arrow` for a table of pyarrow.
@@ -1480,6 +1481,7 @@ class Run:
         whole = ("step", "attempt")
         columns: dict[str, Any] = {name: steps[name].astype("int64") for name in whole}
         columns |= {name: steps[name] for name in steps.names if name not in whole}
+        columns |= history.held_out()
         if as_ == "pandas":
             return data_frame(columns)
         try:

@@ -204,6 +204,9 @@ def test_metrics_are_the_rows_that_count_of_the_csv_files(folder: Path) -> None:
         assert found[name].tolist() == expected[name].tolist(), name
     assert found["seconds/total"].tolist() == expected["seconds.total"].tolist()
     assert found["step"].dtype == "int64"
+    with EventWriter(paths.events, 2) as events:
+        events.write("evaluation", step=9, loss=2.5)
+    assert run.metrics()["held_out/loss"].tolist()[-1] == 2.5
     table = run.metrics(as_="arrow")
     assert table.to_pandas().equals(found)
     assert len(tc.Run(new_run(folder / "empty").root).metrics()) == 0

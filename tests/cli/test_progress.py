@@ -47,6 +47,11 @@ def test_a_step_line_has_every_number() -> None:
     )
 
 
+def test_the_reward_is_shown_beside_the_loss() -> None:
+    line = step_line(step(2, objective={"reward": 0.25}), stop_step=9, seconds_left=None)
+    assert line.startswith("step 2/9 loss 2.8123 reward 0.2500 lr ")
+
+
 def test_utilisation_is_shown_where_the_peak_is_known() -> None:
     assert " tokens/s MFU 41.2% eta" in step_line(
         step(1, mfu=0.4123), stop_step=2, seconds_left=None

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from trainctl.cli.main import run as command
+from trainctl.config.codec import to_plain
 from trainctl.config.compose import compose, compose_leniently, recompose
-from trainctl.config.literal_secrets import literal_secrets, redacted, referenced_variables
+from trainctl.config.literal_secrets import literal_secrets, referenced_variables, without_secrets
 from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import (
     is_plain_variable,
@@ -253,7 +254,7 @@ def test_what_is_shown_of_an_older_run_has_no_secret(
 ) -> None:
     config = compose(["recipe=grpo-tiny", REWARD % "''"]).config
     config.objective.rewards["x"].arguments["a"][0]["password"] = CANARY  # type: ignore[attr-defined]
-    shown = redacted(config)
+    shown = to_plain(without_secrets(config))
     assert shown["objective"]["rewards"]["x"]["arguments"] == {"a": [{"password": "redacted"}]}
     assert shown["objective"]["rewards"]["format"]["pattern"] and CANARY not in repr(shown)
     composed = replace(compose(["recipe=grpo-tiny"]), config=config)

@@ -14,9 +14,10 @@ from trainctl import api
 from trainctl.cli.arguments import AttemptOption, ConfigDir, Json, Overrides, TargetAndOverrides
 from trainctl.cli.complete import complete_key
 from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
+from trainctl.config.codec import to_plain
 from trainctl.config.editor import write_schemas
 from trainctl.config.json_schema import option_schema, recipe_schema
-from trainctl.config.literal_secrets import redacted
+from trainctl.config.literal_secrets import without_secrets
 from trainctl.config.overrides import split_target
 from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
@@ -144,9 +145,9 @@ def show(
     composed = compose_target(*split_target(target), config_dir, attempt=attempt)
     show_findings(composed.findings)
     if as_json:
-        print_json(redacted(composed.config))
+        print_json(to_plain(without_secrets(composed.config)))
     else:
-        print_data(dump_config(redacted(composed.config)).rstrip("\n"))
+        print_data(dump_config(without_secrets(composed.config)).rstrip("\n"))
 
 
 @app.command()

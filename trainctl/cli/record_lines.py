@@ -9,6 +9,7 @@ from trainctl.cli.console import to_printable
 from trainctl.runs.event_descriptions import (
     describe_callback_end,
     describe_divergence,
+    describe_failed_reward,
     describe_intervention,
     describe_mirror_problem,
     describe_straggler,
@@ -24,10 +25,11 @@ _SHOWN = 120
 def step_line(event: Event, *, stop_step: int | None, seconds_left: float | None) -> str:
     """Format one optimizer step, such as ``step 20/200 loss 2.8123 lr 9.1e-04 …``."""
     loss, rate, norm = (event.get(name) for name in ("loss", "learning_rate", "grad_norm"))
-    speed = event.get("tokens_per_second")
+    speed, reward = event.get("tokens_per_second"), (event.get("objective") or {}).get("reward")
     return (
         f"step {event['step']}/{stop_step or '?'}"
         + (f" loss {number(loss):.4f}" if loss is not None else "")  # a program may leave it out
+        + (f" reward {number(reward):.4f}" if reward is not None else "")
         + (f" lr {number(rate):.1e}" if rate is not None else "")
         + (f" grad_norm {number(norm):.2f}" if norm is not None else "")
         + (f" {number(speed):,.0f} tokens/s" if speed is not None else "")
@@ -227,9 +229,8 @@ def _straggler(event: Event) -> list[str]:
 
 
 def _reward_failed(event: Event) -> list[str]:
-    of = f"{event['count']:,} of {event['answers']:,} answers"
     reason = to_printable(event["reason"])
-    return [f"step {event['step']}: the reward {event['reward']} failed for {of}: {reason}"]
+    return [f"step {event['step']}: {describe_failed_reward(event)}: {reason}"]
 
 
 def _stopping(event: Event) -> list[str]:

@@ -7,6 +7,7 @@ by a launch only, and their values are never written with a run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -125,18 +126,18 @@ def _variable_finding(name: str) -> Finding:
     )
 
 
-def redacted(config: RunConfig) -> dict[str, Any]:
-    """Return a configuration as plain data, without the values of secrets in free mappings.
+def without_secrets(config: RunConfig) -> RunConfig:
+    """Return a configuration whose secrets in free mappings are redacted.
 
     A new run has none, but a run of an earlier version may.
     """
-    plain = to_plain(config)
-    for path in _secret_paths(config):
-        node = plain
+    copy = deepcopy(config)
+    for path in _secret_paths(copy):
+        node: Any = copy
         for name in path[:-1]:
-            node = node[name]
+            node = getattr(node, name) if is_dataclass(node) else node[name]
         node[path[-1]] = REDACTED
-    return dict(plain)
+    return copy
 
 
 def _is_inside(key: str, above: Sequence[str]) -> bool:
@@ -162,8 +163,8 @@ def _free_mappings(section: Any, path: Path = ()) -> Iterator[tuple[Path, dict[s
 
 def _secret_paths(config: RunConfig) -> Iterator[Path]:
     """Yield the paths of non-empty values under secret names in the free mappings."""
-    for path, tree in _free_mappings(config):
-        yield from _secrets_in(tree, path)
+    for path, tree in list(_free_mappings(config)):
+        yield from list(_secrets_in(tree, path))
 
 
 def _secrets_in(tree: Any, path: Path, *, is_secret: bool = False) -> Iterator[Path]:

@@ -16,7 +16,7 @@ from trainctl.config.yaml_files import compose_bounded
 from trainctl.errors import RunStateError, TrainctlError
 
 
-def dump_config(config: RunConfig | dict[str, Any]) -> str:
+def dump_config(config: RunConfig) -> str:
     """Return the whole configuration as YAML, every key in the schema's order.
 
     Characters beyond ASCII are escaped, because YAML reads some of them (U+0085) as line breaks.

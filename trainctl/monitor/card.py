@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from trainctl.config.literal_secrets import redacted
+from trainctl.config.codec import to_plain
+from trainctl.config.literal_secrets import without_secrets
 from trainctl.config.quantities import count_text
 from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.data.source_lengths import data_plan_of
@@ -112,7 +113,7 @@ def _training_rows(plan: RunPlan, manifest: dict[str, Any]) -> Iterator[Row]:
     yield "checkpoint", f"step {manifest['step']:,}, after {count_text(manifest['tokens'])} tokens"
     yield from (row for row in plan_rows(plan) if row[0] in ROWS)
     for name in SECTIONS:
-        values = redacted(plan.config)[name]
+        values = to_plain(getattr(without_secrets(plan.config), name))
         parts = (f"{key}={value}" for key, value in values.items() if value not in (None, [], {}))
         yield name, ", ".join(parts)
     model = plan.config.model

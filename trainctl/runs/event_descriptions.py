@@ -144,6 +144,12 @@ def describe_straggler(event: Mapping[str, Any]) -> str:
     )
 
 
+def describe_failed_reward(event: Mapping[str, Any]) -> str:
+    """Describe a `reward_failed` record, without its reason."""
+    of = f"{event['count']:,} of {event['answers']:,} answers"
+    return f"the reward {event['reward']} failed for {of}"
+
+
 def describe_mirror_problem(event: Mapping[str, Any]) -> str:
     """Describe a `mirror` record in a sentence."""
     if not event["problem"]:

@@ -11,9 +11,10 @@ import pytest
 from made_runs import append, append_lines, drawn, new_run, other, step
 
 from trainctl.monitor.report.history import History
+from trainctl.monitor.report.marks import mark_of
 from trainctl.monitor.report.panels import time_and_cost_of
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import Event, number, read_events, record_files, step_curve
+from trainctl.runs.records import Event, EventWriter, number, read_events, record_files, step_curve
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -123,3 +124,23 @@ def test_numbers_of_callbacks_match_the_last_attempt(tmp_path: Path) -> None:
     assert found.names[1:] == ["own/layers/norm/0", "own/layers/norm/1"]
     assert found["step"].tolist() == [1, 2]
     assert found["own/layers/norm/1"].tolist() == [2.0, 10.0]
+
+
+def test_held_out_losses_stand_in_the_rows_of_their_steps(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path)
+    with EventWriter(run.events, 1) as events:
+        for step in (1, 2, 3):
+            events.write("step", step=step, loss=3.0)
+        events.write("evaluation", step=2, loss=2.5, sources={"code": 2.0})
+    history = History(run)
+    history.read()
+    table = history.held_out()
+    assert table["held_out/loss"][1] == 2.5 and table["held_out/loss/code"][1] == 2.0
+    assert np.isnan(table["held_out/loss"]).tolist() == [True, False, True]
+
+
+def test_failed_rewards_are_events() -> None:
+    event = {"event": "reward_failed", "attempt": 1, "time": 0.0, "step": 4, "reward": "polite"}
+    mark = mark_of(event | {"reason": "ValueError: no", "count": 3, "answers": 8}, 3)
+    assert mark is not None and (mark.step, mark.cause) == (4, "ValueError: no")
+    assert mark.text == "the reward polite failed for 3 of 8 answers"

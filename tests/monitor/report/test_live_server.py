@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from live_runs import make_run, train
 from trainctl.cli.main import run as command
 from trainctl.monitor.report import runs_folder as folders
 from trainctl.monitor.report.runs_folder import RunsFolder
-from trainctl.monitor.report.watching import PageServer, RunsPage, WatchApp
+from trainctl.monitor.report.watching import MOST_THREADS, PageServer, RunsPage, WatchApp
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.records import EventWriter
@@ -275,3 +276,26 @@ def test_only_runs_that_changed_are_looked_at_again(
     train(runs[1], range(9, 10))
     table.look()
     assert looked[len(runs) :] == [runs[1].root.name]
+
+
+def test_idle_connections_drop_no_request(one: Client) -> None:
+    idle = [socket.create_connection(("127.0.0.1", one.port)) for _ in range(MOST_THREADS + 8)]
+    begin = time.monotonic()
+    assert one.ask("/")[0] == 200
+    assert time.monotonic() - begin < 15
+    for each in idle:
+        each.close()
+
+
+def test_runs_of_other_objectives_are_not_ranked(tmp_path: Path) -> None:
+    for name in "abc":
+        train(make_run(tmp_path / name), range(1, 3), 2.0)
+    found = RunsFolder(tmp_path).look()[1]
+    assert found["is_ranked"] and found["best"] is not None
+    (plan,) = (tmp_path / "b").glob("attempts/*/plan.json")
+    content = json.loads(plan.read_text())
+    content["config"]["objective"]["kind"] = "grpo"
+    plan.write_text(json.dumps(content))
+    found = RunsFolder(tmp_path).look()[1]
+    assert not found["is_ranked"] and found["best"] is None
+    assert [row["result"] for row in found["runs"]] == [None, None, None]

@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from trainctl.config.literal_secrets import redacted
+from trainctl.config.codec import to_plain
+from trainctl.config.literal_secrets import without_secrets
 from trainctl.config.registry import function_of, load_spec
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import budget
@@ -190,7 +191,7 @@ def run_facts(run: RunPaths) -> dict[str, Any]:
     versions = record.get("packages") or {}
     origin["packages"] = {name: versions[name] for name in _PACKAGES if name in versions}
     known: dict[str, Any] = {"run": origin}
-    known["config"] = redacted(config_of(run))
+    known["config"] = to_plain(without_secrets(config_of(run)))
     number = effective_attempt(run).number
     if number == 0:
         return known

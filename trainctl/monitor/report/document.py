@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from trainctl import __version__
-from trainctl.config.codec import to_plain, value_at
-from trainctl.config.literal_secrets import redacted
+from trainctl.config.codec import to_plain
+from trainctl.config.literal_secrets import without_secrets
 from trainctl.config.reading import read_json
 from trainctl.config.schema import walk_leaves
 from trainctl.errors import ExitCode, TrainctlError
@@ -141,6 +141,13 @@ class _Run:
         self.plan = self._plan_of(self._standing)
         self._now, self._price = now, price
 
+    def _compared(self) -> list[str]:
+        """Return objective and tokenizer of the run, without which losses do not compare."""
+        if self.plan is None:
+            return []
+        config = self.plan.config
+        return [config.objective.kind, *map(str, to_plain(config.tokenizer).values())]
+
     def to_json(self, most: int, column: Column) -> dict[str, Any]:
         history, summary = self._history, self.summary
         steps = history.steps
@@ -167,6 +174,7 @@ class _Run:
             "attempt": summary.attempt,
             "launcher": summary.launcher,
             "host": summary.host,
+            "compared": "; ".join(self._compared()),
             "step": history.last_step,
             "stop_step": summary.stop_step,
             "total_steps": self.plan.total_steps if self.plan else None,
@@ -394,8 +402,8 @@ def setting_differences(plans: Sequence[RunPlan]) -> list[dict[str, Any]]:
 
 class _Side:
     def __init__(self, plan: RunPlan) -> None:
-        plain = redacted(plan.config)
-        self.values = {key: value_at(plain, key) for key, _, _ in walk_leaves(plan.config)}
+        config = without_secrets(plan.config)
+        self.values = {key: to_plain(value) for key, _, value in walk_leaves(config)}
         self._derived = {item.key: to_plain(item.value) for item in plan.derived}
 
     def meaning(self, key: str) -> Any:

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from trainctl.monitor.loggers.points import CALLBACK, point_of
 from trainctl.monitor.report.columns import GrowingColumns
 from trainctl.monitor.report.marks import Mark, mark_of
@@ -126,6 +129,19 @@ class History:
     def last_step(self) -> int:
         """Last step that counts; 0 before the first."""
         return int(self.steps.last("step")) if len(self.steps) else 0
+
+    def held_out(self) -> dict[str, npt.NDArray[np.float64]]:
+        """Return the numbers of evaluations by `held_out/NAME`, in the rows of their steps."""
+        found = self.evaluations
+        rows = {step: row for row, step in enumerate(self.steps["step"])} if len(found) else {}
+        columns = {}
+        for name in (name for name in found.names if name not in ("step", "time")):
+            column = np.full(len(self.steps), np.nan)
+            for step, value in zip(found["step"], found[name], strict=True):
+                if step in rows:
+                    column[rows[step]] = value
+            columns[f"held_out/{name}"] = column
+        return columns
 
     def _look(self) -> bool:
         """Return True if the run's state or newest attempt changed since the last call."""

@@ -9,13 +9,14 @@ from typing import Any
 from trainctl.runs.event_descriptions import (
     describe_callback_end,
     describe_divergence,
+    describe_failed_reward,
     describe_mirror_problem,
     describe_straggler,
 )
 from trainctl.runs.failures import describe_failure
 from trainctl.runs.records import Event, number
 
-MAX_MARKS = {"checkpoint": 250, "weights": 100}
+MAX_MARKS = {"checkpoint": 250, "weights": 100, "reward_failed": 100}
 MAX_OTHER_MARKS = 500
 """Most marks of a kind that are shown, the newest ones; the others are counted."""
 
@@ -155,6 +156,10 @@ def _logger(event: Event) -> tuple[str, str]:
     return f"logger {event['name']} cannot send", event["problem"]
 
 
+def _reward_failed(event: Event) -> tuple[str, str]:
+    return describe_failed_reward(event), event["reason"]
+
+
 def _mirror(event: Event) -> tuple[str, str]:
     return describe_mirror_problem(event), event["problem"]
 
@@ -175,4 +180,5 @@ _MARK_MAKERS: Mapping[str, Any] = {
     "preempted": _preempted,
     "logger": _logger,
     "mirror": _mirror,
+    "reward_failed": _reward_failed,
 }

@@ -31,6 +31,7 @@ _TAIL_BYTES = 4 << 20
 """End of the records in which the last step and evaluation are searched."""
 
 _ENDED = (State.finished.value, State.failed.value, State.stopped.value, NEW, LOST)
+_KIND = ("objective.kind", "tokenizer.")
 _OF_A_MACHINE = ("hardware.", "launcher.")
 
 
@@ -47,6 +48,8 @@ class FolderRow:
     settings: Mapping[str, str]
     """Values of configuration keys."""
     summary: RunSummary | None = None
+    kind: tuple[str, ...] = ()
+    """Objective and tokenizer, without which losses do not compare."""
     held_out: float | None = None
     """Loss of its last evaluation, in nats per token; None before the first."""
     tokens_per_second: float | None = None
@@ -140,11 +143,13 @@ def _read(run: RunPaths, values: Mapping[str, str] | None) -> FolderRow | None:
         step = next(events_from_end(run.events, "step", most_bytes=_TAIL_BYTES), None)
     except TrainctlError:
         return None if values is None else FolderRow(id=id, name=name, settings=values)
+    settings = _settings(run)
     return FolderRow(
         id=id,
         name=name,
         run=run,
-        settings=values if values is not None else _settings(run),
+        settings=values if values is not None else settings,
+        kind=tuple(f"{key}={settings[key]}" for key in settings if key.startswith(_KIND)),
         summary=summary,
         held_out=_number_in(evaluation, "loss"),
         tokens_per_second=_number_in(step, "tokens_per_second"),
@@ -203,7 +208,8 @@ def _document(
     measure = (
         "held-out loss" if any(finite_or_none(row.held_out) is not None for row in rows) else "loss"
     )
-    results = {row.id: _result(row, measure) for row in rows}
+    is_ranked = len({row.kind for row in rows if row.kind}) < 2
+    results = {row.id: _result(row, measure) if is_ranked else None for row in rows}
     finite = {id: result for id, result in results.items() if result is not None}
     return {
         "schema": 1,
@@ -212,6 +218,7 @@ def _document(
         "is_sweep": is_sweep,
         "keys": list(keys),
         "measure": measure,
+        "is_ranked": is_ranked,
         "best": min(finite, key=lambda id: finite[id]) if finite else None,
         "runs": [_row_json(row, keys, results[row.id]) for row in rows],
     }

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -210,6 +211,9 @@ class PageServer(ThreadingHTTPServer):
         names: Host names that requests may use, besides those of this machine.
         token: Secret that a request must know; None makes one.
 
+    Attributes:
+        idle: Connections that wait for a request, the longest first.
+
     Raises:
         OSError: It cannot listen there.
     """
@@ -236,6 +240,7 @@ class PageServer(ThreadingHTTPServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         self._free = threading.BoundedSemaphore(MOST_THREADS)
+        self.idle: dict[socket.socket, None] = {}
         super().__init__(found[0][4][:2], _Handler)  # type: ignore[arg-type]
 
     @property
@@ -262,8 +267,16 @@ class PageServer(ThreadingHTTPServer):
         return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a request in a thread; close it if `MOST_THREADS` are busy."""
-        if not self._free.acquire(timeout=1.0):
+        """Handle a request in a thread, in place of an idle connection's if all are taken.
+
+        The request is closed if `MOST_THREADS` are busy.
+        """
+        is_free = self._free.acquire(blocking=False)
+        for connection in [] if is_free else list(self.idle)[:1]:
+            self.idle.pop(connection, None)
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)  # its thread reads an end, and ends
+        if not is_free and not self._free.acquire(timeout=1.0):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
@@ -284,6 +297,17 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "trainctl"
     sys_version = ""
     timeout = TIMEOUT_SECONDS
+
+    def handle_one_request(self) -> None:
+        self.server.idle[self.connection] = None
+        try:
+            super().handle_one_request()
+        finally:
+            self.server.idle.pop(self.connection, None)
+
+    def parse_request(self) -> bool:
+        self.server.idle.pop(self.connection, None)
+        return super().parse_request()
 
     def do_GET(self) -> None:
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:

@@ -31,6 +31,7 @@ from trainctl.plans.trainable import (
 from trainctl.runs.files import write_json
 from trainctl.train.checkpoint.content import CheckpointReader, write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
+from trainctl.train.export.directory import copy_tokenizer
 from trainctl.train.export.output import ExportedCheckpoint, new_folder
 from trainctl.train.models.frozen_base import adapter_of
 
@@ -94,11 +95,12 @@ def export_adapter(
             modules = dict.fromkeys(tensor.name.rpartition(".")[0] for tensor in also)
             settings |= {"modules_to_save": [*modules], "ensure_weight_tying": bool(tied)}
         write_json(folder / "adapter_config.json", settings)
+        notes = copy_tokenizer(config.tokenizer, folder)
     return ExportedCheckpoint(
         files=sorted(path.name for path in out.iterdir()),
         size_bytes=total,
         num_parameters=sum({each.name: each.numel for each in tensors.values()}.values()),
-        notes=list(_base_notes(base)),
+        notes=[*_base_notes(base), *notes],
     )
 
 

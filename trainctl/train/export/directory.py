@@ -227,9 +227,9 @@ def write_all_but_weights(
     """Write the configuration, tokenizer and chat template of an export; return notes."""
     if config.model.is_module:
         write_module_file(config.model, dtype, folder)
-        return [NOT_LOADED, *_copy_tokenizer(config.tokenizer, folder)]
+        return [NOT_LOADED, *copy_tokenizer(config.tokenizer, folder)]
     _write_config(model, config, dtype, folder)
-    notes = _copy_tokenizer(config.tokenizer, folder) + _write_chat(model, config, folder)
+    notes = copy_tokenizer(config.tokenizer, folder) + _write_chat(model, config, folder)
     if config.model.score_outputs is not None:
         notes += _name_padding(model.config.pad_token_id, folder)
     if isinstance(config.objective, ContrastiveConfig):
@@ -398,7 +398,7 @@ def _source_ids(model: ModelConfig) -> dict[str, Any]:
     return {name: source[name] for name in TOKEN_IDS if source.get(name) is not None}
 
 
-def _copy_tokenizer(config: TokenizerConfig, folder: Path) -> list[str]:
+def copy_tokenizer(config: TokenizerConfig, folder: Path) -> list[str]:
     """Copy the tokenizer's files; return notes if it has none to publish."""
     spec = spec_of(config)
     if spec.published is None:

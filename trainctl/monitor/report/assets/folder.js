@@ -183,7 +183,7 @@
     tiles();
     lines();
     table();
-    $("#footer").textContent = "Blue lines are the best results, red ones the worst. Runs that have no result yet have no line.";
+    $("#footer").textContent = !found.is_ranked ? "The runs have several objectives or tokenizers, whose losses do not compare: none is the best." : "Blue lines are the best results, red ones the worst. Runs that have no result yet have no line.";
     document.documentElement.dataset.ready = found.version;
   }
 

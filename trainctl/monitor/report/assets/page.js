@@ -35,6 +35,7 @@
     end: { glyph: "●", colour: "--good", name: "ends", line: false },
     checkpoint: { glyph: "▾", colour: "--good", name: "checkpoints", line: false },
     weights: { glyph: "▿", colour: "--good", name: "weights", line: false },
+    reward_failed: { glyph: "∅", colour: "--bad", name: "failed rewards", line: false },
     launch: { glyph: "▹", colour: "--ink-2", name: "launches", line: false },
     logger: { glyph: "≈", colour: "--ink-2", name: "loggers", line: false },
   };
@@ -48,6 +49,8 @@
     { id: "memory", title: "Memory of a device", unit: "GiB", series: ["peak/allocated", "peak/host"], either: true, scale: 1 / GIB, band: true, full: true },
     { id: "parts", title: "Where the time of a step goes", unit: "seconds", stacked: true },
   ];
+  /** The first chart of a run that learns from rewards, whose loss is near 0 by itself. */
+  const REWARD = { id: "objective/reward", title: "Reward", series: ["objective/reward"], wide: true };
   const DRAWN = /^(loss|grad_norm|clip_at|learning_rate|tokens_per_second|mfu|peak\/|seconds\/)/;
 
   // ---------------------------------------------------------------- small things
@@ -96,9 +99,9 @@
     !Number.isFinite(size) ? "–" : size >= 0.1 * GIB ? `${(size / GIB).toFixed(2)} GiB` : `${short(size / 2 ** 20, 3)} MiB`;
   const clock = (time) => (Number.isFinite(time) ? new Date(time * 1000).toLocaleString(undefined, { dateStyle: "short", timeStyle: "medium" }) : "–");
   /** Parts of a step: their order, and the colour of each in all charts. */
-  const PARTS = ["forward", "backward", "optimizer", "data", "evaluation", "checkpoint"];
+  const PARTS = ["forward", "backward", "optimizer", "data", "evaluation", "checkpoint", "rollout", "reward", "callbacks"];
   const partRank = (name) => (PARTS.includes(name) ? PARTS.indexOf(name) : name === "other" ? 99 : 50);
-  const partColour = (name) => `--part-${PARTS.includes(name) ? PARTS.indexOf(name) : name === "other" ? 8 : 6}`;
+  const partColour = (name) => `--part-${PARTS.includes(name) ? PARTS.indexOf(name) + (PARTS.indexOf(name) > 7) : name === "other" ? 8 : 10}`;
   const share = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(part / whole < 0.0995 ? 1 : 0)} %` : "–");
   const say = (text) => { $("#spoken").textContent = text; };
 
@@ -910,7 +913,8 @@
     const money = (value) => value.toLocaleString("en", { maximumFractionDigits: 2 });
     const priced = state.runs.some((run) => run.account.price);
     const heads = ["Run", "State", "#Step", "#Loss", "#Held-out loss", "#Lowest", "#Tokens/s", "#Tokens", "#Time", "#To come", "#Device hours", ...(priced ? ["#Price"] : []), "#Lost to faults", "#Peak memory"];
-    const bests = state.runs.map((run) => run.evaluations.best?.loss ?? Infinity), best = Math.min(...bests);
+    const bests = state.runs.map((run) => run.evaluations.best?.loss ?? Infinity), alike = new Set(state.runs.map((run) => run.compared)).size === 1;
+    const best = alike ? Math.min(...bests) : NaN; // losses of other objectives or tokenizers do not compare
     const rows = state.runs.map((run, at) => {
       const { account } = run, held = run.evaluations.best;
       const dot = make("span", { class: "dot" });
@@ -933,6 +937,7 @@
     const run = selectedRun(), account = run.account, found = [];
     const end = run.stop_step;
     found.push(tile("Step", [run.step.toLocaleString("en"), ...(end ? [unit(`of ${end >= 1e5 ? big(end) : end.toLocaleString("en")}`)] : [])], account.tokens ? `${big(account.tokens)} tokens${account.tokens_to_come ? `, ${big(account.tokens_to_come)} to come` : ""}` : "", end ? { done: run.step / end } : {}));
+    if (run.series[REWARD.id]) found.push(tile("Reward", short(lastOf(run, REWARD.id)), "mean of the newest step's answers"));
     if (run.series.loss) found.push(tile("Loss", short(lastOf(run, "loss")), "of the newest step"));
     const best = run.evaluations.best;
     if (best) found.push(tile("Held-out loss", short(best.last), `lowest ${short(best.loss)} at step ${best.step.toLocaleString("en")}`));
@@ -1040,7 +1045,8 @@
   function charts() {
     const names = new Set(state.runs.flatMap((run) => Object.keys(run.series)));
     const more = [...names].filter((name) => !DRAWN.test(name)).sort();
-    const specs = [...CHARTS, ...more.map((name) => ({ id: name, title: name.replaceAll("_", " ").replace("/", ": "), series: [name] }))];
+    const reward = more.includes(REWARD.id) ? [REWARD] : [];
+    const specs = [...reward, ...CHARTS, ...more.map((name) => ({ id: name, title: name.replaceAll("_", " ").replace("/", ": "), series: [name] }))];
     const values = new Set(state.runs.flatMap((run) => run.callbacks.flatMap((each) => Object.keys(each.series).map((name) => name.split("/").slice(0, 3).join("/")))));
     for (const name of values) specs.push({ id: name, title: name.split("/").filter((part, at, all) => part !== all[at - 1]).join(": ").replaceAll("_", " "), callback: name, full: true });
     for (const spec of specs) {
