@@ -932,7 +932,8 @@ def import_checkpoint(
 
     Returns:
         What `trainctl checkpoint import --json` prints: `run`, `checkpoint`, `step`, `samples`,
-        `tokens`, and in `notes` what is unknown or differs from the configuration.
+        `tokens`, in `notes` what is unknown or differs from the configuration, and in `unchecked`
+        what cannot be checked about the files.
 
     Raises:
         TrainctlError: The configuration is wrong; or the checkpoint is damaged, or of another model
@@ -1907,8 +1908,7 @@ def load(
     Raises:
         TrainctlError: There is no such checkpoint, or it is damaged (exit code 5).
     """
-    from tempfile import TemporaryDirectory
-
+    from trainctl.runs.files import temporary_folder
     from trainctl.train.export.loading import load_export, load_run_export
 
     _require_one_of("dtype", dtype, _DTYPES)
@@ -1929,8 +1929,8 @@ def load(
         checkpoint = run
     else:
         checkpoint = (run if isinstance(run, Run) else Run(run)).checkpoint(step, best=best)
-    with TemporaryDirectory(prefix="trainctl-") as folder:
-        exported = checkpoint.export(Path(folder) / "model", dtype=dtype, weights=weights)
+    with temporary_folder() as folder:
+        exported = checkpoint.export(folder / "model", dtype=dtype, weights=weights)
         model, tokenizer = load_run_export(
             checkpoint.run.paths, Path(exported["out"]), exported["dtype"]
         )

@@ -209,3 +209,27 @@ def test_weights_under_the_name_of_a_checkpoint_are_none(run):
     make(run, 20).rename(run.checkpoints / "weights-00000020")
     (look,) = checkpoints.examine_checkpoints(run, weights_only=True)
     assert "of the whole state" in look.problem
+
+
+@pytest.mark.parametrize("removal", ["by hand", "rotation", "replacement", "leftover"])
+def test_of_a_symbolic_link_the_link_is_removed(run, tmp_path, removal):
+    for step in (10, 20, 30):
+        save(run, step)
+    first = run.checkpoints / "step-00000010"
+    target = first.rename(tmp_path / "elsewhere")
+    first.symlink_to(target)
+    match removal:
+        case "by hand":
+            checkpoints.delete_checkpoint(run, first)
+        case "rotation":
+            assert checkpoints.rotate_checkpoints(run, CheckpointConfig(keep=2)) == [first]
+        case "replacement":
+            target = target.rename(tmp_path / "gone")  # the link leads nowhere
+            save(run, 10)
+            assert first.is_dir() and not first.is_symlink()
+        case "leftover":
+            first.rename(run.checkpoints / ".step-00000010.removed.tmp")
+            save(run, 10)
+            checkpoints.delete_checkpoint(run, first)
+    assert (target / "manifest.json").is_file()
+    assert not list(run.checkpoints.glob(".*.tmp"))

@@ -6,12 +6,19 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from trainctl.runs.files import remove_stale_temporary, temporary_path, write_json, write_text
+from trainctl.runs.files import (
+    remove_stale_temporary,
+    temporary_folder,
+    temporary_path,
+    write_json,
+    write_text,
+)
 from trainctl.runs.records import EventWriter, read_events
 
 
@@ -100,3 +107,24 @@ def test_what_killed_writers_left_is_swept_by_the_one_rule_of_names(tmp_path: Pa
     remove_stale_temporary(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.tmp"]
     remove_stale_temporary(tmp_path / "nowhere")
+
+
+def test_temporary_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    foreign = tmp_path / "trainctl-foreign"
+    foreign.mkdir()
+    command = (
+        "import os, signal\nfrom trainctl.runs.files import temporary_folder\n"
+        "with temporary_folder() as folder:\n"
+        "    (folder / 'plan.json').write_text('{}')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", command], env=environment)
+    (left,) = set(tmp_path.iterdir()) - {foreign}
+    assert (left / "plan.json").is_file()
+    with temporary_folder() as held:
+        assert not left.exists()
+        with temporary_folder() as other:
+            assert held.is_dir() and other.is_dir()
+    assert list(tmp_path.iterdir()) == [foreign]

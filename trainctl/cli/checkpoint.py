@@ -147,6 +147,11 @@ def import_(
         f"{count_text(made['num_parameters'])} parameters, {size_text(made['size_bytes'])}"
     )
     print_message(f"continue it with: trainctl resume {to}")
+    unchecked = "".join(f"; not {each}" for each in made["unchecked"])
+    print_message(
+        "checked: that each tensor has its shape, a floating-point type, every element once, and "
+        f"finite values{unchecked}"
+    )
 
 
 @app.command()

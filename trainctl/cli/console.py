@@ -157,6 +157,21 @@ def rich_console(*, stderr: bool = False) -> Console:
     return console
 
 
+MOST_FITTED_ROWS = 1000
+"""Rows of a table that is fitted to the terminal: rich takes a second for as many."""
+
+
+def _print_columns(rows: Sequence[Sequence[str]], right: set[int]) -> None:
+    """Print a long table, whose cells are not wrapped."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print_data(to_printable("  ".join(cells).rstrip()))
+
+
 def print_table(
     heads: Iterable[str],
     rows: Iterable[Iterable[str]],
@@ -172,6 +187,10 @@ def print_table(
         whole: Indices of columns that are never wrapped.
         wraps: Whether rows are fitted to `PIPE_WIDTH` if the output is not a terminal.
     """
+    listed = [tuple(row) for row in rows]
+    if len(listed) > MOST_FITTED_ROWS:
+        _print_columns([tuple(heads), *listed], set(right))
+        return
     from rich.table import Table
 
     console = rich_console()
@@ -180,7 +199,7 @@ def print_table(
         table.columns[column].justify = "right"
     for column in whole:
         table.columns[column].no_wrap = True
-    for row in rows:
+    for row in listed:
         table.add_row(*row)
     if not wraps and not console.is_terminal:
         # `soft_wrap` alone would still cut cells: a table is laid out for the console's width.

@@ -40,6 +40,7 @@ from trainctl.runs.checkpoints import clean_temporary, newest_checkpoint
 from trainctl.runs.completion import why_done
 from trainctl.runs.directory import last_attempt, new_attempt, read_plan, run_id
 from trainctl.runs.failures import Cause, describe_exit, describe_failure, disk_is_full
+from trainctl.runs.files import open_as_its_folder
 from trainctl.runs.held_folder import HeldFolder
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
@@ -203,7 +204,7 @@ def start_one_agent(attempt: PreparedAttempt) -> AgentProcess:
     """
     request, node = attempt.request, attempt.rendered.command.nodes[0]
     log = request.attempt.agent_log(0)
-    with log.open("ab") as stream:
+    with open(log, "ab", opener=open_as_its_folder) as stream:
         process = subprocess.Popen(
             node.argv,
             cwd=request.folder,

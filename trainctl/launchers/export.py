@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainctl.config.extras import install_command
@@ -17,6 +16,7 @@ from trainctl.launchers import hub
 from trainctl.launchers.offline import WeightsChoice, require_new, run_task
 from trainctl.monitor.card import write_card
 from trainctl.options.adapter import low_rank
+from trainctl.runs.files import temporary_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,8 @@ def export(
             raise TrainctlError(f"--to {to} {what}")
         return export_files(choice, out, to=to, **options)
     name = hub.check_repository(to, public=public)
-    with TemporaryDirectory(prefix="trainctl-") as temporary:
-        folder = Path(temporary) / "model" if out is None else out
+    with temporary_folder() as temporary:
+        folder = temporary / "model" if out is None else out
         made = export_files(choice, folder, **{**options, "card": True})
         if not made.get("check", {"equal": True})["equal"]:
             return made

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +26,7 @@ from trainctl.hardware.resolve import (
 )
 from trainctl.launchers.planning import compose_config, plan_config
 from trainctl.launchers.processes import signals_raise
-from trainctl.runs.files import write_json
+from trainctl.runs.files import temporary_folder, write_json
 from trainctl.runs.processes import die_with_parent
 from trainctl.runs.records import Event
 
@@ -127,8 +126,8 @@ def _short_run_overrides(overrides: Sequence[str]) -> list[str]:
 def _train_short_run(overrides: Sequence[str], config_dir: Path | None, *, force: bool) -> Event:
     """Train the short run and return its last `memory` record; the run's folder is removed."""
     ends_with_us = partial(die_with_parent, os.getpid(), death_signal=signal.SIGTERM)
-    with tempfile.TemporaryDirectory(prefix="trainctl-measure-") as folder:
-        run = Path(folder) / "run"
+    with temporary_folder() as folder:
+        run = folder / "run"
         words = [*_short_run_overrides(overrides), "--run-dir", str(run), "--json"]
         words += ["--config-dir", str(config_dir)] if config_dir is not None else []
         words += ["--force"] if force else []

@@ -7,7 +7,6 @@ compared. Nothing is written where the other trainer saved.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -31,6 +30,7 @@ from trainctl.plans.schedule import Curve
 from trainctl.plans.settings import replay_tolerance
 from trainctl.plans.types import RunPlan
 from trainctl.runs.checkpoint_selection import Progress
+from trainctl.runs.files import temporary_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import number, steps_from_end
 
@@ -127,8 +127,8 @@ def prove_migration(
         RunFailed: The replay failed.
     """
     found = find_logged_checkpoint(directory, log, steps)
-    with signals_raise(), tempfile.TemporaryDirectory(prefix="trainctl-prove-") as folder:
-        run = RunPaths(Path(folder) / "run")
+    with signals_raise(), temporary_folder() as folder:
+        run = RunPaths(folder / "run")
         imported = import_checkpoint(found.path, run.root, composed, progress=progress)
         wanted = found.after(imported["step"])[:steps]
         if not wanted:

@@ -21,12 +21,13 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.extras import install_command
+from trainctl.config.store import diff_configs, load_config
 from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.launchers.planning import compose_target, plan_config
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.checkpoint_selection import Progress, Warn, choose_checkpoint
-from trainctl.runs.directory import is_run
-from trainctl.runs.files import write_json
+from trainctl.runs.directory import is_run, open_run
+from trainctl.runs.files import temporary_folder, write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import PARENT_VARIABLE
 from trainctl.runs.records import EventWriter
@@ -137,17 +138,20 @@ def import_checkpoint(
         TrainctlError: The configuration is wrong; or the checkpoint is damaged, or of another model
             or optimizer.
     """
-    if composed is None:
-        composed = compose_target(str(run_dir), (), None)
-    elif is_run(run_dir):
-        raise TrainctlError(
-            f"{run_dir} is a run, which has its configuration", hint="leave the overrides out"
-        )
+    is_named = composed is None
+    composed = composed or compose_target(str(run_dir), (), None)
     planned = plan_config(composed, with_files=True, tokenize=True)
     if planned.unforceable_errors:
         raise TrainctlError.from_findings(planned.findings)
-    with tempfile.TemporaryDirectory(prefix="trainctl-") as temporary:
-        file = Path(temporary) / "plan.json"
+    if is_run(run_dir) and not is_named:  # an import that was killed, perhaps
+        there = load_config(open_run(run_dir).config)
+        for change in diff_configs(there, planned.plan.config):
+            raise TrainctlError(
+                f"{run_dir} is a run, which has its configuration: {change.key} is another",
+                hint="leave the overrides out, or import into a new directory",
+            )
+    with temporary_folder() as temporary:
+        file = temporary / "plan.json"
         write_json(file, to_plain(planned.plan))
         places = {"directory": directory.absolute(), "run_dir": run_dir.absolute(), "plan": file}
         options = {**places, "argv": argv, "format": format}

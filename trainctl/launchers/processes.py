@@ -29,7 +29,7 @@ from trainctl.options.launcher.ssh import SshConfig
 from trainctl.runs.attempts import config_of
 from trainctl.runs.companion import run_companion
 from trainctl.runs.completion import record_completion
-from trainctl.runs.files import ensure_folder
+from trainctl.runs.files import ensure_folder, open_as_its_folder
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import name_holder
 from trainctl.runs.mirror_state import MIRROR, read_mirror_state
@@ -85,7 +85,7 @@ def start_with_pdeathsig(
         has_input: Whether this process writes its stdin, unbuffered; else its stdin is empty.
         death_signal: Signal that it gets when this process ends.
     """
-    with log.open("ab") as stream:
+    with open(log, "ab", opener=open_as_its_folder) as stream:
         return subprocess.Popen(
             [*pdeathsig_command(death_signal), *argv],
             env=tagged_environment(tag, environment or {}),
@@ -124,7 +124,7 @@ def start_in_background(
         environment[PARENT_VARIABLE] = str(os.getpid())
     command = [python, "-P", "-m", "trainctl.launchers", str(run.root)]
     command += ["--attempt", str(attempt.number), "--lock", str(lock)]
-    with attempt.launcher_log.open("ab") as log:
+    with open(attempt.launcher_log, "ab", opener=open_as_its_folder) as log:
         process = subprocess.Popen(
             command,
             env=environment,

@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import Accelerator
@@ -26,6 +25,7 @@ from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ray import RayConfig
 from trainctl.plans.types import RunPlan
 from trainctl.runs.failures import Cause
+from trainctl.runs.files import open_as_its_folder
 from trainctl.runs.processes import PARENT_VARIABLE, wait_while
 from trainctl.runs.status import Request, file_request, is_requested
 
@@ -131,7 +131,7 @@ class NodeActor:
             OSError: The node does not have the log's folder or the program.
         """
         environment = {**os.environ, **variables, PARENT_VARIABLE: str(os.getpid())}
-        with Path(log).open("ab") as stream:
+        with open(log, "ab", opener=open_as_its_folder) as stream:
             self._process = subprocess.Popen(
                 argv,
                 cwd=folder,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,14 +29,17 @@ from trainctl.mirror.index import (
 from trainctl.mirror.store import Store
 from trainctl.readers.remote import Notify, print_notice
 from trainctl.runs.attempts import config_of
-from trainctl.runs.checkpoint_selection import Progress
+from trainctl.runs.checkpoint_selection import Progress, steps_text
 from trainctl.runs.directory import DEFAULT_ROOT, is_run, read_plan, run_id
 from trainctl.runs.files import (
     ensure_folder,
     ensure_folders,
     folder_mode,
     make_folder,
+    open_as_its_folder,
+    remove_path,
     sync_directory,
+    temporary_folder,
 )
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import MANIFEST, read_manifest
@@ -114,7 +116,7 @@ class Mirror:
             what = f"of step {step}" if metric is None else f"with the metric {metric}"
             raise RunStateError(
                 f"{self.url} lists no checkpoint {what}",
-                hint="steps with a checkpoint: " + ", ".join(str(each.step) for each in listed),
+                hint="steps with a checkpoint: " + steps_text([each.step for each in listed]),
             )
         return found[0]
 
@@ -314,7 +316,7 @@ class Mirror:
         if path.is_file() and path.stat().st_size == file.bytes and _sha256(path) == file.sha256:
             return
         ensure_folders(path.parent)
-        with path.open("wb") as stream:
+        with open(path, "wb", opener=open_as_its_folder) as stream:
             for block in self._blocks(file):
                 stream.write(block)
             stream.flush()
@@ -360,7 +362,7 @@ def _write_hole(path: Path, size: int) -> None:
         TrainctlError: No file can have that size (exit code 5).
     """
     try:
-        with path.open("wb") as stream:
+        with open(path, "wb", opener=open_as_its_folder) as stream:
             stream.truncate(size)
     except OSError as error:
         raise RunStateError(f"{path.name} of {size:,} bytes: {error.strerror}") from None
@@ -397,7 +399,8 @@ def _refuse_code(run: RunPaths, url: str) -> None:
             rule="TC580",
             key=key,
             message=f"the run at {url} makes trainctl run what is not in the mirror: {value}",
-            hint="`trainctl --trust-code` runs it, if the run is yours or you have looked",
+            hint="`trainctl --trust-code` or TRAINCTL_TRUST_CODE=1 runs it, if the run is yours or "
+            "you have looked",
         )
         for key, value in found.items()
     ]
@@ -408,8 +411,8 @@ def _refuse_code(run: RunPaths, url: str) -> None:
 @contextmanager
 def _temporary_run(name: str = "run") -> Iterator[RunPaths]:
     """Give a run directory that is not made yet, in a temporary folder (TMPDIR)."""
-    with tempfile.TemporaryDirectory(prefix="trainctl-") as folder:
-        yield RunPaths(safe_path(Path(folder), name))
+    with temporary_folder() as folder:
+        yield RunPaths(safe_path(folder, name))
 
 
 def _remove_all_but(root: Path, wanted: set[Path]) -> None:
@@ -419,7 +422,7 @@ def _remove_all_but(root: Path, wanted: set[Path]) -> None:
             path.unlink()
     for folder in (root / "checkpoints").glob("*"):
         if not any(folder in path.parents for path in wanted):
-            shutil.rmtree(folder)
+            remove_path(folder)
 
 
 def _sha256(path: Path) -> str:

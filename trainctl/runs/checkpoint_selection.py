@@ -25,6 +25,9 @@ Progress = Callable[[str, int, int], None]
 Warn = Callable[[str], None]
 """Called with the text of a warning."""
 
+_SHOWN_STEPS = 10
+"""Steps at each end that a message names."""
+
 
 def choose_checkpoint(
     run: RunPaths, progress: Progress, warn: Warn, *, step: int | None = None, best: bool = False
@@ -89,9 +92,15 @@ def select_checkpoints(run: RunPaths, steps: Sequence[int] | None = None) -> lis
         if step not in here:
             raise RunStateError(
                 f"{run.root} has no checkpoint of step {step}",
-                hint=f"steps with a checkpoint: {', '.join(map(str, here))}",
+                hint=f"steps with a checkpoint: {steps_text(here)}",
             )
     return [item for item in folders if steps is None or item[0] in steps]
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """Return steps as text, the first and last of many."""
+    shown = [*map(str, steps[:_SHOWN_STEPS]), "...", *map(str, steps[-_SHOWN_STEPS:])]
+    return ", ".join(map(str, steps) if len(steps) <= 2 * _SHOWN_STEPS else shown)
 
 
 def verify_checkpoint(run: RunPaths, path: Path, progress: Progress) -> list[str]:

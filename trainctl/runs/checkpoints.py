@@ -13,9 +13,10 @@ The pointers `latest` and `best` are written for people and never read.
 
 from __future__ import annotations
 
-import shutil
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -213,7 +214,7 @@ def commit_checkpoint(
     final = run.checkpoints / checkpoint_name(step, weights_only=weights_only)
     sync_directory(temporary)
     reached("rename")
-    if final.exists():
+    if os.path.lexists(final):
         _remove(final)
     temporary.rename(final)
     sync_directory(run.checkpoints)
@@ -308,10 +309,11 @@ def delete_checkpoint(run: RunPaths, path: Path) -> None:
 def _remove(path: Path, reached: PhaseHook = _ignore_phase) -> None:
     """Delete a checkpoint, renamed first, so that an interrupted deletion leaves none."""
     doomed = files.temporary_path(path, "removed")
-    shutil.rmtree(doomed, ignore_errors=True)
+    with suppress(OSError):
+        files.remove_path(doomed)
     path.rename(doomed)
     reached("rotation")
-    shutil.rmtree(doomed)
+    files.remove_path(doomed)
 
 
 def _update_link(run: RunPaths, pointer: str, path: Path) -> None:

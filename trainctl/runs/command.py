@@ -17,7 +17,7 @@ from typing import Any
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_json
 from trainctl.config.secrets import resolve_words
-from trainctl.runs.files import write_json
+from trainctl.runs.files import open_as_its_folder, write_json
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.processes import SIGTERM_SAVES_VARIABLE, RunTag, die_with_parent
 from trainctl.runs.provenance import redact_environment
@@ -127,9 +127,8 @@ def begin_rank() -> AttemptPaths:
     tag = RunTag.from_environment(os.environ)
     assert tag.attempt is not None
     attempt = RunPaths(tag.directory).attempt(tag.attempt)
-    log = os.open(
-        attempt.rank_log(int(os.environ["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
-    )
+    path = attempt.rank_log(int(os.environ["RANK"]))
+    log = open_as_its_folder(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.close(log)

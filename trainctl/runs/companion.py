@@ -23,7 +23,7 @@ from typing import Protocol
 from trainctl.config.secrets import redact_text
 from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.runs.directory import open_run
-from trainctl.runs.files import ensure_folder, open_lock, remove_stale_temporary
+from trainctl.runs.files import ensure_folder, open_as_its_folder, open_lock, remove_stale_temporary
 from trainctl.runs.layout import CompanionPaths, RunPaths
 
 _POLL_SECONDS = 0.5
@@ -151,7 +151,7 @@ def run_companion(run: RunPaths, name: str, argv: Sequence[str]) -> int:
     paths = run.companion(name)
     try:
         ensure_folder(paths.folder)
-        with paths.log.open("ab") as log:
+        with open(paths.log, "ab", opener=open_as_its_folder) as log:
             return subprocess.run(argv, stdout=log, stderr=log).returncode
     except OSError as error:
         raise MachineError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import stat
 import time
 import uuid
@@ -24,6 +23,7 @@ from trainctl.runs.files import (
     ensure_folder,
     folder_mode,
     make_folder,
+    remove_path,
     remove_stale_temporary,
     sync_directory,
     temporary_path,
@@ -33,6 +33,9 @@ from trainctl.runs.files import (
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.untrusted import is_time
+
+_WRITING_SECONDS = 60.0
+"""Longest time that a small file is written for."""
 
 RUN_SCHEMA = 1
 """Version of `run.json`."""
@@ -205,6 +208,9 @@ def new_attempt(run: RunPaths, plan: RunPlan) -> AttemptPaths:
     unfinished = AttemptPaths(temporary_path(attempt.root), number)
     for folder in (run.root, run.attempts):  # left by interrupted launches
         remove_stale_temporary(folder)
+    beside = (run.companion("").folder, run.callbacks, run.proofs, run.requests)
+    for folder in beside:  # another process may be writing there
+        remove_stale_temporary(folder, before=time.time() - _WRITING_SECONDS)
     ensure_folder(run.attempts)
     make_folder(unfinished.root)
     make_folder(unfinished.logs)
@@ -292,10 +298,8 @@ def remove_run(run: RunPaths) -> None:
     with hold_lock(run, patience_seconds=0):
         run.record.unlink()
         for path in run.root.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path != run.lock:
-                path.unlink()
+            if path != run.lock:
+                remove_path(path)
     # Only after it is closed: NFS renames an open file instead of removing it, and its folder then
     # cannot be removed.
     run.lock.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ their own, which only users who may write to the folder can open.
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import math
@@ -21,7 +22,9 @@ import os
 import secrets
 import shutil
 import stat
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +48,19 @@ def remove_stale_temporary(folder: Path, name: str = "", *, before: float = math
         for path in folder.glob(f".{glob.escape(name)}*.tmp"):
             with suppress(OSError):
                 if path.lstat().st_mtime < before:
-                    if path.is_dir() and not path.is_symlink():
-                        shutil.rmtree(path)
-                    else:
-                        path.unlink()
+                    remove_path(path)
+
+
+def remove_path(path: Path) -> None:
+    """Remove a folder with everything in it, or a file; of a symbolic link, the link alone.
+
+    Raises:
+        OSError: Something cannot be removed, or there is nothing.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -70,7 +82,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     # signal handler of this process, may write the file too.
     temporary = temporary_path(path, secrets.token_hex(8))
     try:
-        with open(temporary, "xb", opener=_as_its_folder) as stream:
+        with open(temporary, "xb", opener=open_as_its_folder) as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
@@ -81,8 +93,8 @@ def write_bytes(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def _as_its_folder(path: str, flags: int) -> int:
-    """Open a new file with the permissions of its folder."""
+def open_as_its_folder(path: str | Path, flags: int) -> int:
+    """Open a file; a new one gets its folder's permissions. This is an `opener` of `open`."""
     return os.open(path, flags, file_mode(Path(path).parent))
 
 
@@ -106,6 +118,40 @@ def sync_directory(path: Path) -> None:
     finally:
         os.close(descriptor)
 
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Give a folder in TMPDIR that is removed at the end, and remove those of killed processes.
+
+    A process holds (flock) a file in its folder, which the kernel lets go when the process ends.
+    """
+    root = Path(tempfile.gettempdir())
+    for other in root.glob(f"{_TEMPORARY_PREFIX}*"):
+        with suppress(OSError):
+            _remove_unheld(other)
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX) as name:
+        descriptor = os.open(Path(name, _HELD), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_unheld(folder: Path) -> None:
+    """Remove a temporary folder of this user unless a process holds it; raises OSError."""
+    if folder.lstat().st_uid != os.geteuid():
+        return
+    descriptor = os.open(folder / _HELD, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_path(folder)
+    finally:
+        os.close(descriptor)
+
+
+_TEMPORARY_PREFIX, _HELD = "trainctl-", ".held"
+"""Names of temporary folders, and of the file by which each is held."""
 
 UMASK_VARIABLE = "TRAINCTL_UMASK"
 """Permissions that a new run directory lacks, in octal, as in a shell's `umask`."""

@@ -24,7 +24,12 @@ from pathlib import Path
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_json
-from trainctl.runs.files import ensure_folder, remove_stale_temporary, write_json
+from trainctl.runs.files import (
+    ensure_folder,
+    open_as_its_folder,
+    remove_stale_temporary,
+    write_json,
+)
 from trainctl.runs.layout import AttemptPaths, RunPaths
 
 STATUS_SCHEMA = 1
@@ -184,7 +189,7 @@ class Heartbeat:
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
         self._check = check
         ensure_folder(path.parent)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._descriptor = open_as_its_folder(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._step = 0
         self.beat(Phase.start)
 

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainctl.errors import ExitCode, RunStateError, TrainctlError
+from trainctl.runs.files import temporary_folder
 from trainctl.runs.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -374,7 +374,7 @@ def _evaluate_tasks(
     manager = manager_of(asked)
     step = read_manifest(given.checkpoint)["step"]
     dtype = TORCH_TYPES[number_formats(plan.config.precision).weights]
-    with tempfile.TemporaryDirectory(prefix="trainctl-") as temporary:
+    with temporary_folder() as temporary:
         folder = Path(keep or f"{temporary}/model").resolve()
         exported = export(
             plan.config,

@@ -1,6 +1,7 @@
 """An import makes a whole checkpoint or nothing, and says what is unknown or differs."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,10 +193,25 @@ def test_a_failure_on_the_way_leaves_nothing(
 
 
 def test_a_run_with_checkpoints_takes_no_other(tmp_path: Path) -> None:
+    """An import that was killed behind its commit is completed, and told to be whole."""
     made = plan()
     imported(tmp_path, made)
-    with pytest.raises(TrainctlError, match="has checkpoints already"):
+    run = RunPaths(tmp_path / "run")
+    shutil.rmtree(run.attempt(1).root)
+    with pytest.raises(TrainctlError, match=r"already, and step-00000007 is whole") as caught:
         write.import_source(open_source(tmp_path / "source"), made, tmp_path / "run")
+    assert f"trainctl resume {run.root}" in caught.value.hint
+    assert run.attempt(1).plan.is_file()
+
+
+def test_a_killed_import_is_begun_again(tmp_path: Path) -> None:
+    made = plan()
+    run = create_run(made.config, run_dir=tmp_path / "run")
+    left = checkpoints.temporary_path(run, 7)
+    left.mkdir()
+    (left / "imported-00000.safetensors").write_bytes(b"half")
+    assert imported(tmp_path, made).step == 7
+    assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == ["step-00000007"]
 
 
 @pytest.mark.slow
@@ -214,7 +230,9 @@ def test_the_command_imports_and_exports(tmp_path: Path, monkeypatch: pytest.Mon
     assert exported["check"]["equal"] and exported["check"]["states"] > 1000
     assert (tmp_path / "back" / "latest_universal").read_text() == "global_step7", exported
     create_run(made.config, run_dir=tmp_path / "again")  # and stopped before its first save
-    again = trainctl.api.import_checkpoint("source", "again", format="deepspeed")
+    again = trainctl.api.import_checkpoint("source", "again", *overrides, format="deepspeed")
     assert json.loads(json.dumps(again))["step"] == 7
-    with pytest.raises(TrainctlError, match=r"is a run, which"):
+    with pytest.raises(TrainctlError, match="step-00000007 is whole"):
         trainctl.api.import_checkpoint("source", "run", *overrides)
+    with pytest.raises(TrainctlError, match=r"is a run, which .*: training\.steps is another"):
+        trainctl.api.import_checkpoint("source", "run", *overrides, "training.steps=30")

@@ -12,12 +12,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.config.reading import read_bytes
 from trainctl.engines.shards import Shard, read_shard
 from trainctl.migration.checkpoints.names import without_wrappers
 from trainctl.migration.checkpoints.source import Source, SourceProgress
@@ -28,9 +30,14 @@ from trainctl.migration.checkpoints.torch_states import (
     match_weights,
     unusable,
 )
-from trainctl.migration.checkpoints.unpickle import TorchFile, damaged, unpickle
+from trainctl.migration.checkpoints.unpickle import (
+    MOST_PICKLE_BYTES,
+    TorchFile,
+    damaged,
+    unpickle,
+)
 from trainctl.migration.record import Record
-from trainctl.untrusted import safe_name, safe_path
+from trainctl.untrusted import is_count, safe_name, safe_path
 
 METADATA = ".metadata"
 
@@ -64,12 +71,23 @@ class _Stored:
     path: Path
     offset: int
     length: int
+    numel: int | None = None
+    """Elements of the chunk; None for a value."""
     opened: TorchFile | None = None
 
     def open(self) -> Any:
-        """Return what was saved; the file is kept, for `verify`."""
+        """Return what was saved; the file is kept, for `verify`.
+
+        Raises:
+            TrainctlError: It is no tensor of the chunk's size (exit code 5).
+        """
         if self.opened is None:
             self.opened = TorchFile(self.path, span=(self.offset, self.length))
+            content = self.opened.content
+            if self.numel is not None and getattr(content, "numel", None) != self.numel:
+                raise damaged(
+                    self.path, f"it has no chunk of {self.numel:,} elements where it says"
+                )
         return self.opened.content
 
 
@@ -128,6 +146,8 @@ def _read(
         values = chunk.stored.open().read(begin, begin + (bottom - top) * inner)
         if result is None:
             result = torch.empty((last - first, *shape[1:]), dtype=values.dtype)
+        if result.dtype != values.dtype:
+            raise damaged(chunk.stored.path, "chunks of one tensor have several types")
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         box = (slice(top - first, bottom - first), *map(slice, chunk.offsets[1:], ends[1:]))
         result[box] = values.view(bottom - top, *chunk.sizes[1:])
@@ -150,9 +170,10 @@ class DcpFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            pickled = (path / METADATA).read_bytes()
-        except OSError as error:
-            why = f"it cannot be read ({error.strerror}): was the save interrupted?"
+            pickled = read_bytes(path / METADATA, most_bytes=MOST_PICKLE_BYTES)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            why = f"it cannot be read ({why}): was the save interrupted?"
             raise damaged(path / METADATA, why) from None
         metadata = unpickle(pickled, path / METADATA, records=_CLASSES)
         if not isinstance(metadata, Record) or not isinstance(metadata.get("storage_data"), dict):
@@ -161,6 +182,7 @@ class DcpFolder:
         self._stored: dict[tuple[str, tuple[int, ...]], _Stored] = {}
         for index, info in metadata.get("storage_data").items():
             self._add(index, info, sizes)
+        self._require_own_bytes()
         self.tensors: dict[str, ChunkedTensor] = {}
         self.values: list[str] = []
         for key, entry in metadata.get("state_dict_metadata", {}).items():
@@ -204,10 +226,17 @@ class DcpFolder:
             sizes[name] = file.stat().st_size if file.is_file() else -1
         if sizes[name] < 0:
             raise damaged(file, "it is missing")
-        if offset + length > sizes[name]:
+        if not (is_count(offset) and is_count(length)) or offset + length > sizes[name]:
             raise damaged(file, f"it is truncated: it has {sizes[name]:,} bytes")
         place = tuple(index.get("offset") or ())
         self._stored[index.get("fqn"), place] = _Stored(file, offset, length)
+
+    def _require_own_bytes(self) -> None:
+        """Refuse two entries that lie in the same bytes: one of them has another's values."""
+        places = sorted((each.path, each.offset, each.length) for each in self._stored.values())
+        for (path, offset, length), (other, start, _) in pairwise(places):
+            if path == other and start < offset + length:
+                raise damaged(path, "two of its entries lie in the same bytes")
 
     def _tensor(self, key: str, entry: Record) -> ChunkedTensor:
         shape, chunks = tuple(entry.get("size")), []
@@ -217,9 +246,37 @@ class DcpFolder:
             if stored is None:
                 raise damaged(self.path / METADATA, f"it does not say where {key} is")
             chunks.append(TensorChunk(offsets, sizes, stored))
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+            stored.numel = math.prod(sizes)
+        if not _make_up(shape, [(each.offsets, each.sizes) for each in chunks]):
             raise damaged(self.path / METADATA, f"the chunks of {key} do not make it up")
         return ChunkedTensor(shape, chunks)
+
+
+def _make_up(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], ...]]) -> bool:
+    """Return True if every element of a tensor is in exactly one of the boxes (offsets, sizes)."""
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(shape):
+            return False
+        if not all(map(is_count, (*shape, *offsets, *sizes))):
+            return False
+        if any(o + s > d for o, s, d in zip(offsets, sizes, shape, strict=True)):
+            return False
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        return False
+    if not shape:
+        return True
+    near: list[tuple[tuple[int, ...], ...]] = []  # boxes that reach the rows of this one
+    for offsets, sizes in sorted(box for box in boxes if math.prod(box[1])):
+        near = [box for box in near if box[0][0] + box[1][0] > offsets[0]]
+        if any(_overlap(box, (offsets, sizes)) for box in near):
+            return False
+        near.append((offsets, sizes))
+    return True
+
+
+def _overlap(box: tuple[tuple[int, ...], ...], other: tuple[tuple[int, ...], ...]) -> bool:
+    sides = zip(*box, *other, strict=True)
+    return all(max(a, b) < min(a + size, b + width) for a, size, b, width in sides)
 
 
 def is_here(directory: Path) -> bool:

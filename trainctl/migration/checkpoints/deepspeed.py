@@ -33,7 +33,13 @@ from trainctl.migration.checkpoints.model_parallel import (
 )
 from trainctl.migration.checkpoints.names import order_by_shape
 from trainctl.migration.checkpoints.source import Source, SourceProgress
-from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, damaged, read_pointer
+from trainctl.migration.checkpoints.unpickle import (
+    LazyTensor,
+    TorchFile,
+    as_numbers,
+    damaged,
+    read_pointer,
+)
 from trainctl.migration.record import Record
 from trainctl.train.checkpoint.optimizer_state import MASTER
 
@@ -145,6 +151,7 @@ class DeepSpeedSource(Source):
         self._facts: dict[str, Any] = self._models[0].content
         if "module" not in self._facts or "ds_version" not in self._facts:
             raise damaged(models[0], "it is no model state of DeepSpeed")
+        self._weights = _tensors(self._facts["module"])
         self._segments: dict[str, list[Segment]] = {}
         self.shapes: dict[str, Shape] = {}
         optimizer = self._optimizer_state()
@@ -160,6 +167,10 @@ class DeepSpeedSource(Source):
         self._add_untrained()
         if optimizer is not None and "fp32_flat_groups" not in optimizer:
             self._add_unlisted()
+        if len(self._shards) > 1 and not self._weights:
+            self.unchecked = (
+                "that no two files of ranks were swapped, which their names alone tell",
+            )
         states = {state for each in self._segments.values() for s in each for state in s.tensors}
         self.states = (MASTER, *sorted(states - {MASTER}))
         self._read_progress(optimizer or self._facts.get("optimizer") or {})
@@ -184,12 +195,31 @@ class DeepSpeedSource(Source):
                 shift = segment.offset - segment.start
                 if state not in segment.tensors:
                     raise damaged(segment.tensors[MASTER].storage.path, f"it has no {state}")
-                values = segment.tensors[state].read(first + shift, last + shift)
-                result[first - start : last - start] = values
+                tensor = segment.tensors[state]
+                values = tensor.read(first + shift, last + shift)
+                what = f"{parameter} ({state})"
+                result[first - start : last - start] = as_numbers(values, tensor.storage.path, what)
                 missing -= last - first
         if missing:
             raise damaged(self.path, f"{missing} elements of {parameter} ({state}) are missing")
+        if state == MASTER and parameter in self._weights:
+            self._compare_weights(parameter, start, result)
         return result
+
+    def _compare_weights(self, parameter: str, start: int, masters: torch.Tensor) -> None:
+        """Refuse master weights that are not the weights of the model's file: shards were swapped.
+
+        Raises:
+            TrainctlError: They differ by more than the rounding to the type of the weights.
+        """
+        tensor = self._weights[parameter]
+        there = tensor.read(start, start + masters.numel())
+        if not torch.equal(masters.to(tensor.dtype), there):
+            raise damaged(
+                self._models[0].path,
+                f"{parameter} in it is not that of the optimizer's files: they are of another "
+                "save, or were swapped",
+            )
 
     def verify(self) -> None:
         for file in (*self._models, *self._shards):
@@ -238,7 +268,11 @@ class DeepSpeedSource(Source):
         """Find the parameters of ZeRO 1 and 2: partitions of whole groups."""
         optimizers = [_optimizer_of(file) for file in self._shards]
         paddings = optimizers[0].get("param_alignment_paddings")
-        for index, group in enumerate(self._groups()):
+        groups = self._groups()
+        for file, optimizer in zip(self._shards, optimizers, strict=True):
+            if len(optimizer["single_partition_of_fp32_groups"]) != len(groups):
+                raise damaged(file.path, f"it has not the {len(groups)} parameter groups")
+        for index, group in enumerate(groups):
             flats = [
                 {MASTER: optimizer["single_partition_of_fp32_groups"][index]}
                 | _states_of_group(optimizer["base_optimizer_state"], index)
@@ -252,7 +286,13 @@ class DeepSpeedSource(Source):
                 numel = math.prod(shape)
                 self._add(name, shape, _cut(position, numel, size, flats))
                 position += numel + gap
-            self._require_elements(position - sum(gaps[-1:]), size, flats)
+            lean = position - sum(gaps[-1:])
+            if size not in {_partition_size(n, len(flats)) for n in (lean, position)} | {
+                -(-lean // len(flats))
+            }:
+                why = f"a group of {lean:,} elements is in partitions of {size:,}"
+                raise damaged(self._shards[0].path, why)
+            self._require_elements(lean, size, flats)
 
     def _require_elements(
         self, wanted: int, size: int, flats: Sequence[Mapping[str, LazyTensor]]
@@ -261,7 +301,7 @@ class DeepSpeedSource(Source):
         for rank, flat in enumerate(flats):
             least = min(size, max(0, wanted - rank * size))
             for state, tensor in flat.items():
-                if tensor.numel < least:
+                if not least <= tensor.numel <= size:
                     why = f"{state} has {tensor.numel:,} elements, and {least:,} are needed"
                     raise damaged(self._shards[rank].path, why)
 
@@ -276,6 +316,12 @@ class DeepSpeedSource(Source):
             ]
             for optimizer in optimizers
         ]
+        for file, flats in zip(self._shards, ranks, strict=True):
+            for flat in flats:
+                for state, tensor in flat.items():
+                    if tensor.numel != flat[MASTER].numel:
+                        why = f"{state} has {tensor.numel:,} elements, and the weights have "
+                        raise damaged(file.path, why + f"{flat[MASTER].numel:,}")
         ends = [[*accumulate(flat[MASTER].numel for flat in flats)] for flats in ranks]
         position = 0
         for name, shape in ((n, s) for group in self._groups() for n, s in group.items()):
@@ -448,6 +494,11 @@ def _cut(
         count = min(numel - done, size - offset)
         yield Segment(done, count, flats[rank], offset)
         done += count
+
+
+def _partition_size(numel: int, ranks: int) -> int:
+    """Return the elements of a rank's partition: groups are padded to two elements a rank."""
+    return 2 * -(-numel // (2 * ranks))
 
 
 def _number(value: Any) -> float | None:

@@ -22,7 +22,12 @@ from trainctl.errors import RunStateError
 from trainctl.migration.checkpoints.dcp import DcpFolder
 from trainctl.migration.checkpoints.source import Source, SourceProgress
 from trainctl.migration.checkpoints.torch_states import Readable
-from trainctl.migration.checkpoints.unpickle import TorchFile, damaged, read_pointer
+from trainctl.migration.checkpoints.unpickle import (
+    TorchFile,
+    as_numbers,
+    damaged,
+    read_pointer,
+)
 from trainctl.migration.record import Record
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -119,12 +124,14 @@ class MegatronSource(Source):
         part = self._parts[parameter]
         first = part.start
         if part.pick is None:
-            return self._stored(part.key, state).read(first + start, first + end).float()
+            values = self._stored(part.key, state).read(first + start, first + end)
+            return as_numbers(values, self.path, f"{part.key} ({state})")
         if self._last is None or self._last[:2] != (parameter, state):
             self._last = None
             numel = math.prod(part.stored)
             values = self._stored(part.key, state).read(first, first + numel)
-            picked = part.pick(values.view(part.stored)).float().reshape(-1)
+            numbers = as_numbers(values, self.path, f"{part.key} ({state})")
+            picked = part.pick(numbers.view(part.stored)).reshape(-1)
             self._last = parameter, state, picked
         return self._last[2][start:end]
 

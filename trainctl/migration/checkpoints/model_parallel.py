@@ -52,6 +52,10 @@ class ModelParallelSource(Source):
         self.states, self.scalars, self.progress = first.states, first.scalars, first.progress
         self.hyperparameters, self.loss_scale = first.hyperparameters, first.loss_scale
         self.untrained = frozenset().union(*(rank.untrained for rank in ranks))
+        self.unchecked = (
+            *first.unchecked,
+            "that no two files of model-parallel ranks were swapped: their names alone tell",
+        )
         self.shapes: dict[str, Shape] = {}
         self._parts: dict[str, dict[Shard, tuple[Source, str]]] = {}
         """Shards of each parameter, with the rank that has it and its name there."""

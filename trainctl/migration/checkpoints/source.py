@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -53,6 +54,7 @@ class Source(ABC):
             `cur_hysteresis`).
         untrained: Parameters that the source did not train: they have `master` alone.
         notes: Remarks on what is unknown or not carried over.
+        unchecked: What cannot be checked about the files, each as a clause that begins with "that".
     """
 
     format: str
@@ -65,6 +67,7 @@ class Source(ABC):
     loss_scale: Mapping[str, float] = NOTHING
     untrained: frozenset[str] = frozenset()
     notes: list[str]
+    unchecked: Sequence[str] = ()
 
     def use_model(self, model: PreTrainedModel) -> None:  # noqa: B027
         """Take the model, without values, that the tensors are for; called before any `read`.
@@ -169,12 +172,28 @@ def open_source(directory: Path, format: str | None = None) -> Source:
     module = import_module(FORMATS[name].module)
     if format is not None and not (directory.is_dir() and module.is_here(directory)):
         raise TrainctlError(f"{directory} holds no {FORMATS[name].described}")
-    try:
+    with reading(directory, FORMATS[name].described):
         source: Source = module.open_source(directory)
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+    return source
+
+
+@contextmanager
+def reading(directory: Path, described: str) -> Iterator[None]:
+    """Make whatever foreign content raises an error of the checkpoint (exit code 5).
+
+    Args:
+        described: Description of the format.
+
+    Raises:
+        TrainctlError: The content raised something.
+    """
+    try:
+        yield
+    except TrainctlError:
+        raise
+    except Exception as error:  # damaged content can raise anything
         what = f"{type(error).__name__}: {error}"
         raise RunStateError(
-            f"{directory} is no {FORMATS[name].described} that can be read ({what})",
+            f"{directory} is no {described} that can be read ({what:.300})",
             hint="it is damaged, or of a version that is not known",
         ) from error
-    return source

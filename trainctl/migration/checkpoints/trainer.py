@@ -7,7 +7,6 @@ DeepSpeed. Names of files are those of transformers/trainer.py and accelerate/ut
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
+from trainctl.config.reading import read_json
 from trainctl.errors import RunStateError, TrainctlError
 from trainctl.migration.checkpoints import deepspeed
 from trainctl.migration.checkpoints.dcp import DcpFolder, DcpSource, newest_step
@@ -139,6 +139,9 @@ class FilesSource(TorchSource):
                 stored = stored_tensors(self.path)
                 unused = StoredModel(model, stored).unused
                 self._safetensors = SafetensorsWeights(self.path, model)
+            self.unchecked = (
+                "that no byte of the weights has changed: safetensors have no checksum",
+            )
             self.shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
             self.shapes |= {n: stored[n].shape for n in unused if not DERIVED.search(n)}
 
@@ -234,7 +237,7 @@ def _samples(path: Path, state: Mapping[str, Any], step: int, notes: list[str]) 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise damaged(path, f"it cannot be read ({error})") from None
     if not isinstance(content, dict):

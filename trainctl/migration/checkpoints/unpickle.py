@@ -33,6 +33,9 @@ from trainctl.untrusted import safe_name
 MOST_POINTER_BYTES = 4096
 """Largest file that names a folder."""
 
+MOST_PICKLE_BYTES = 1 << 30
+"""Largest pickle that is read: all names, shapes and places of a model's tensors are in it."""
+
 PIECE_BYTES = 1 << 26
 """Bytes that are read at a time to complete a checksum."""
 
@@ -43,6 +46,23 @@ def damaged(path: Path, why: str) -> TrainctlError:
         f"{path}: {why}",
         hint="copy the checkpoint again, or take an older one",
     )
+
+
+def as_numbers(values: torch.Tensor, place: Path, what: str) -> torch.Tensor:
+    """Return values in fp32 if all of them are finite numbers of a floating-point type.
+
+    Args:
+        what: Name of the tensor, for errors.
+
+    Raises:
+        TrainctlError: They are not (exit code 5).
+    """
+    if not values.is_floating_point():
+        raise damaged(place, f"{what} is of {values.dtype}, which no weight and no state has")
+    numbers = values.to(torch.float32)
+    if not bool(torch.isfinite(numbers).all()):
+        raise damaged(place, f"{what} has values that are infinite or no numbers")
+    return numbers
 
 
 def read_pointer(pointer: Path) -> str:
@@ -137,6 +157,8 @@ class LazyTensor:
             TrainctlError: The file is truncated.
         """
         end = self.numel if end is None else end
+        if not 0 <= start <= end <= self.numel:
+            raise damaged(self.storage.path, f"a tensor in it has {self.numel:,} elements only")
         if self._is_contiguous:
             return self._elements(self.start + start, end - start)
         steps = zip(self.shape, self.stride, strict=True)
@@ -245,7 +267,14 @@ class TorchFile:
             storage.verify()
 
     def _bytes_of(self, archive: zipfile.ZipFile, name: str) -> bytes:
-        return archive.read(self._entries[name]) if name in self._entries else b""
+        entry = self._entries.get(name)
+        if entry is None:
+            return b""
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > MOST_PICKLE_BYTES:
+            raise damaged(
+                self.path, f"{name} in it is compressed, or has {entry.file_size:,} bytes"
+            )
+        return archive.read(entry)
 
     def _storage(self, key: str) -> Storage:
         if key not in self._storages:
@@ -347,7 +376,19 @@ def _tensor(
     is_inside = not tensor.numel or (last + 1) * tensor.dtype.itemsize <= storage.num_bytes
     if min((tensor.start, *tensor.shape, *tensor.stride)) < 0 or not is_inside:
         raise pickle.UnpicklingError("a tensor is larger than its storage")
+    if tensor.numel and not _has_distinct_elements(tensor):
+        raise pickle.UnpicklingError("a tensor has the same element several times")
     return tensor
+
+
+def _has_distinct_elements(tensor: LazyTensor) -> bool:
+    """Return True if no two indices mean the same element, as they do in an expanded tensor."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
+        if size > 1 and stride < span:
+            return False
+        span = max(span, stride * size)
+    return True
 
 
 def _untyped_tensor(
@@ -396,7 +437,14 @@ def _no_default(factory: Any = None) -> dict[Any, Any]:
 
 
 def _path(*parts: object) -> str:
-    return "/".join(map(str, parts))
+    return "/".join(map(_text, parts))
+
+
+def _text(value: object = "", *rest: Any) -> str:
+    """Return a plain value as text: of nested lists it would have no bounds."""
+    if not isinstance(value, str | int | float | bytes):
+        raise pickle.UnpicklingError("a text of something else")
+    return str(value)
 
 
 _PLAIN: Mapping[str, Any] = {
@@ -416,7 +464,8 @@ _PLAIN: Mapping[str, Any] = {
     "pathlib.PosixPath": _path,
     "pathlib._local.PosixPath": _path,
     **{f"builtins.{kind.__name__}": kind for kind in (set, frozenset, dict, list, tuple)},
-    **{f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, complex)},
+    **{f"builtins.{kind.__name__}": kind for kind in (int, float, bool, complex)},
+    "builtins.str": _text,
     "builtins.bytearray": _copied_bytes,
 }
 """Functions that a pickle may call: each makes a plain value or a `LazyTensor`."""

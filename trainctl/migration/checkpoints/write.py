@@ -10,7 +10,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,8 @@ from trainctl.engines.process import Process, joined_process
 from trainctl.errors import MachineError, RunStateError, TrainctlError
 from trainctl.migration.checkpoints.differences import differences
 from trainctl.migration.checkpoints.names import match_names
-from trainctl.migration.checkpoints.source import Source
+from trainctl.migration.checkpoints.source import FORMATS, Source, reading
+from trainctl.migration.checkpoints.unpickle import as_numbers, damaged
 from trainctl.models.hf_weights import persistent_buffers, tied_names
 from trainctl.options.adapter import low_rank
 from trainctl.options.optimizer import spec_of
@@ -52,6 +53,7 @@ from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.save import check_space
 from trainctl.train.models.frozen_base import FullModel, initial_base, manifest_entries
 from trainctl.train.models.model import TORCH_TYPES, skeleton
+from trainctl.untrusted import is_count, is_finite
 
 PIECE = 1 << 24
 """Elements that are copied at a time: 64 MiB in fp32."""
@@ -82,6 +84,8 @@ class ImportedCheckpoint:
     """Bytes of all tensors."""
     notes: list[str]
     """Remarks: what is unknown, was not carried over, or differs from the configuration."""
+    unchecked: list[str]
+    """What cannot be checked about the source's files."""
 
 
 def import_source(
@@ -102,16 +106,13 @@ def import_source(
     whole = FullModel.of(plan.config.model, model)
     names, frozen = _matched_names(source, plan, whole)
     states = _carried_states(source, plan)
+    _check_facts(source)
     facts, notes = _facts(source, plan)
     was_there = is_run(run_dir)
     run = open_run(run_dir) if was_there else create_run(plan.config, run_dir=run_dir, argv=argv)
     try:
         with hold_lock(run):
-            if checkpoints.checkpoint_folders(run):
-                raise RunStateError(
-                    f"{run.root} has checkpoints already",
-                    hint="import into a new directory",
-                )
+            _require_no_checkpoint(run, plan)
             if frozen:
                 facts |= _base_entries(source, frozen, plan.config, whole, run)
             total = _write(source, run, names, states, facts, plan, progress)
@@ -132,6 +133,26 @@ def import_source(
         num_parameters=sum(math.prod(source.shapes[name]) for name in names.values()),
         size_bytes=total,
         notes=notes,
+        unchecked=list(source.unchecked),
+    )
+
+
+def _require_no_checkpoint(run: RunPaths, plan: RunPlan) -> None:
+    """Refuse a run with checkpoints; one whose import was killed at its end is completed.
+
+    Raises:
+        TrainctlError: It has some (exit code 5).
+    """
+    if not checkpoints.checkpoint_folders(run):
+        return
+    whole, _ = checkpoints.newest_checkpoint(run)
+    if whole is not None and not last_attempt(run):
+        new_attempt(run, plan)
+    raise RunStateError(
+        f"{run.root} has checkpoints already"
+        + ("" if whole is None else f", and {whole.path.name} is whole"),
+        hint=f"trainctl resume {run.root} continues it; import another checkpoint into a new "
+        "directory",
     )
 
 
@@ -157,8 +178,9 @@ def _matched_names(
             "model.path=DIR",
         )
     shapes = dict(whole.shapes)
-    source.use_model(whole.skeleton)
-    names, copies = match_names(source, shapes, tied_names(whole.skeleton))
+    with _reading(source):
+        source.use_model(whole.skeleton)
+        names, copies = match_names(source, shapes, tied_names(whole.skeleton))
     found = {name: list(source.shapes[there]) for name, there in names.items()}
     used = {*names.values(), *copies}
     found |= {name: list(shape) for name, shape in source.shapes.items() if name not in used}
@@ -196,7 +218,7 @@ def _base_entries(
         for start in range(0, shape.numel(), PIECE):
             end = min(start + PIECE, shape.numel())
             here = base.source.read(name, shape, start, end)
-            values = source.read(there, MASTER, start, end).float()
+            values = _read_piece(source, there, MASTER, start, end)
             # The source may hold them in its compute format.
             if not any(torch.equal(values, here.to(kind).float()) for kind in TORCH_TYPES.values()):
                 raise RunStateError(
@@ -235,6 +257,43 @@ def _carried_states(source: Source, plan: RunPlan) -> tuple[str, ...]:
     if not had:
         source.notes.append("the source has no optimizer states: they begin at zero")
     return (MASTER, *sorted(had))
+
+
+def _reading(source: Source) -> AbstractContextManager[None]:
+    """Make whatever a source raises an error of its checkpoint (exit code 5)."""
+    return reading(source.path, FORMATS[source.format].described)
+
+
+def _check_facts(source: Source) -> None:
+    """Refuse counters and settings that no training has.
+
+    Raises:
+        TrainctlError: One is no number, negative, infinite, or too large (exit code 5).
+    """
+    known = source.progress
+    for name in ("step", "samples", "tokens"):
+        value = getattr(known, name)
+        if value is not None and not is_count(value):
+            raise damaged(source.path, f"its number of {name} is {value!r:.40}")
+    settings = {**source.scalars, **source.hyperparameters, **source.loss_scale}
+    if known.learning_rate is not None:
+        settings["learning rate"] = known.learning_rate
+    for name, value in settings.items():
+        if not is_finite(value) or (name == "step" and not is_count(int(value))):
+            raise damaged(source.path, f"its {name} is {value!r:.40}")
+
+
+def _read_piece(source: Source, name: str, state: str, start: int, end: int) -> torch.Tensor:
+    """Return elements of a source's tensor in fp32.
+
+    Raises:
+        TrainctlError: There are not so many, or they are no finite numbers (exit code 5).
+    """
+    with _reading(source):
+        values = source.read(name, state, start, end)
+        if values.numel() != end - start:
+            raise damaged(source.path, f"{name} ({state}) has not all of its elements")
+        return as_numbers(values, source.path, f"{name} ({state})")
 
 
 def _facts(source: Source, plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
@@ -351,8 +410,9 @@ def _write_files(
             numel = math.prod(source.shapes[names[name]])
             for state in states:
                 for start in range(0, numel, PIECE):
-                    values = source.read(names[name], state, start, min(start + PIECE, numel))
-                    yield values.to(torch.float32)
+                    end = min(start + PIECE, numel)
+                    values = _read_piece(source, names[name], state, start, end)
+                    yield values
                     done += values.numel() * torch.float32.itemsize
                     progress(done)
 

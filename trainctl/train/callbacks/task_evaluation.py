@@ -8,7 +8,6 @@ rank gets the log-likelihoods.
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.callbacks import Callback, Context
 from trainctl.options.callbacks.task_evaluation import TaskEvaluationConfig
 from trainctl.plans.settings import number_formats
+from trainctl.runs.files import temporary_folder
 from trainctl.train.evaluation import first_source, inference
 from trainctl.train.export.directory import write_all_but_weights
 from trainctl.train.models.model import TORCH_TYPES, skeleton, with_portable_attention
@@ -119,8 +119,8 @@ class TaskEvaluation(Callback):
         config = context.plan.config
         dtype = TORCH_TYPES[number_formats(config.precision).weights]
         model = skeleton(with_portable_attention(config.model), dtype)
-        with tempfile.TemporaryDirectory(prefix="trainctl-") as folder:
-            write_all_but_weights(model, config, dtype, Path(folder))
+        with temporary_folder() as folder:
+            write_all_but_weights(model, config, dtype, folder)
             self._model = model_of_ranks(
                 model,
                 folder,

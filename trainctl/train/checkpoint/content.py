@@ -37,6 +37,7 @@ from trainctl.plans.identity import (
     optimizer_mismatch,
 )
 from trainctl.runs import checkpoints
+from trainctl.runs.files import open_as_its_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import MANIFEST, read_manifest, verify_files
 from trainctl.train.checkpoint.optimizer_state import AVERAGE, MASTER, OptimizerState
@@ -377,7 +378,7 @@ def write_stream(
     """
     digest = hashlib.sha256()
     header = memoryview(encode_header(layout, metadata))
-    with path.open("xb") as file:
+    with open(path, "xb", opener=open_as_its_folder) as file:
         for raw in chain((header,), map(raw_bytes, tensors)):
             file.write(raw)
             digest.update(raw)

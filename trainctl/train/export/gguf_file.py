@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -24,6 +23,7 @@ from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Unit
 from trainctl.options.tokenizer import spec_of
+from trainctl.runs.files import temporary_folder
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.export.directory import PublishedModel, write_all_but_weights
 from trainctl.train.export.output import ExportedCheckpoint, new_file
@@ -397,8 +397,7 @@ def _add_tokenizer(
     from gguf import SpecialVocab, TokenType
 
     rows = published.model.config.vocab_size
-    with TemporaryDirectory(prefix="trainctl-") as temporary:
-        folder = Path(temporary)
+    with temporary_folder() as folder:
         notes = write_all_but_weights(published.model, config, dtype, folder)
         if (folder / "tokenizer.json").is_file():
             made = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))

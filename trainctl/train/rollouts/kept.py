@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.runs.files import ensure_folder
+from trainctl.runs.files import ensure_folder, open_as_its_folder
 
 AnswerKey = tuple[int, int]
 """Number of a prompt, and of the answer among its answers."""
@@ -70,7 +70,8 @@ class AnswerWriter:
     def __init__(self, folder: Path, rank: int) -> None:
         ensure_folder(folder.parent)
         ensure_folder(folder)
-        self._file: BinaryIO = (folder / f"rank-{rank}.jsonl").open("ab")
+        path = folder / f"rank-{rank}.jsonl"
+        self._file: BinaryIO = open(path, "ab", opener=open_as_its_folder)  # noqa: SIM115
         self._file.write(b"\n")  # ends a line that a kill cut off
 
     def add(self, key: AnswerKey, **fields: Any) -> None:
