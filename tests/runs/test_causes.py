@@ -1,11 +1,28 @@
 from __future__ import annotations
 
+import errno
+import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from made_runs import new_run
 
-from trainctl.runs.failures import Cause, cause_of, describe_exit, exit_code, host_oom_kills
+from trainctl.cli.runs import _why_lost
+from trainctl.errors import TrainctlError
+from trainctl.launchers import attempts
+from trainctl.runs import failures, lock
+from trainctl.runs.failures import (
+    Cause,
+    cause_of,
+    describe_exit,
+    disk_fault,
+    exit_code,
+    host_oom_kills,
+)
+from trainctl.runs.listing import summarise_run
+from trainctl.runs.lock import hold_lock
 
 # As torch 2.11 to 2.13, DeepSpeed 0.19 and the kernel say it.
 ERRORS = [
@@ -20,6 +37,7 @@ ERRORS = [
     ),
     ("OSError: [Errno 28] No space left on device", Cause.disk_full),
     ("OSError: [Errno 27] File too large", Cause.disk_full),
+    ("OSError: [Errno 30] Read-only file system: '/runs/a/steps'", Cause.read_only),
     (
         "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation",
         Cause.communication_timeout,
@@ -65,15 +83,15 @@ def test_signals_and_what_the_kernel_counts() -> None:
 
 
 def test_a_full_disk_of_a_rank_that_could_not_even_say_so() -> None:
-    assert cause_of(1, "", disk_is_full=True) is Cause.disk_full
-    assert cause_of(1, "ValueError: no", disk_is_full=True) is Cause.code
-    assert cause_of(-9, "", disk_is_full=True) is Cause.killed
+    assert cause_of(1, "", disk=Cause.disk_full) is Cause.disk_full
+    assert cause_of(1, "ValueError: no", disk=Cause.disk_full) is Cause.code
+    assert cause_of(-9, "", disk=Cause.disk_full) is Cause.killed
 
 
 def test_only_what_may_pass_is_tried_again() -> None:
     assert cause_of(4, "port 1 is taken") is Cause.reported
     final = {cause for cause in Cause if not cause.is_transient}
-    assert final == {Cause.reported, Cause.disk_full}
+    assert final == {Cause.reported, Cause.disk_full, Cause.read_only}
 
 
 def test_exit_codes() -> None:
@@ -117,3 +135,31 @@ def test_the_kernels_count_of_kills_for_memory(
 
 def test_the_count_can_be_read_here() -> None:
     assert host_oom_kills() >= 0
+
+
+def test_a_file_system_that_turns_read_only_is_the_machines_fault(tmp_path, monkeypatch) -> None:
+    """The kernel does so after an error of the disk; the run's own records cannot tell then."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
+
+    assert disk_fault(tmp_path) is None
+    monkeypatch.setattr(failures.tempfile, "TemporaryFile", refuse)
+    assert disk_fault(tmp_path) is Cause.read_only
+    assert cause_of(1, "", disk=Cause.read_only) is Cause.read_only
+    assert exit_code(1, Cause.read_only) == 4 and not Cause.read_only.is_transient
+    assert "trainctl resume" in Cause.read_only.hint
+    run = new_run(tmp_path / "run")
+    writer = SimpleNamespace(write=refuse)
+    death = {"cause": "code", "message": "agent (process 7) ended with exit code 1", "hint": ""}
+    agents = SimpleNamespace(describe_death=lambda: dict(death))
+    records = SimpleNamespace(failure=None, poll=lambda: None)
+    attempts._record_death(agents, records, writer, run)
+    assert records.failure["cause"] == "read_only" and "agent" not in records.failure["message"]
+    assert str(run.root) in records.failure["message"]
+    monkeypatch.setattr(lock, "open_lock", refuse)
+    with pytest.raises(TrainctlError, match="Read-only file system") as caught, hold_lock(run):
+        pass
+    assert "trainctl resume" in caught.value.hint and str(run.root) in caught.value.message
+    summary = summarise_run(run)
+    assert "read-only" in _why_lost(summary) and "agent" not in _why_lost(summary)

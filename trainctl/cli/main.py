@@ -174,9 +174,12 @@ def _has_no_folder() -> bool:
 
 def _show_machine_error(error: OSError) -> None:
     where = f"{error.filename}: " if error.filename else ""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    hint = "free space, then repeat the command" if is_full else ""
-    show_error(f"{where}{error.strerror}", hint)
+    hints = {
+        errno.ENOSPC: "free space, then repeat the command",
+        errno.EDQUOT: "free space, then repeat the command",
+        errno.EROFS: "look at the disk (dmesg), mount it for writing, then repeat the command",
+    }
+    show_error(f"{where}{error.strerror}", hints.get(error.errno or 0, ""))
 
 
 def _show_bug(error: Exception) -> None:

@@ -48,7 +48,7 @@ from trainctl.runs.directory import (
     remove_run,
 )
 from trainctl.runs.event_descriptions import describe_divergence, describe_straggler
-from trainctl.runs.failures import describe_failure, first_failure
+from trainctl.runs.failures import describe_failure, disk_fault, first_failure
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import LOST, NEW, RunSummary, age_text, summarise_run, summarise_runs
 from trainctl.runs.logs import LogFollower, cut_line, logs_of, tail_logs
@@ -391,13 +391,21 @@ def _progress_cell(summary: RunSummary) -> str:
     return f"{summary.step}/{steps}{cut}" if steps else "-"
 
 
+def _why_lost(summary: RunSummary) -> str:
+    """Return why a run that is not running has recorded no end, and how it goes on."""
+    fault = disk_fault(summary.path)
+    if fault is not None:
+        return f"nothing can be written to {summary.path} ({fault.words}): {fault.hint}"
+    return "launcher and agent were ended at one blow; `trainctl resume` goes on"
+
+
 def _status_lines(summary: RunSummary, job_state: str | None) -> list[str]:
     ended = f", exit code {summary.exit_code}" if summary.exit_code is not None else ""
     lines = [f"run: {summary.path}", f"state: {summary.shown_state}{ended}"]
     if summary.message:
         lines.append(f"why: {summary.message}")
     if summary.state == LOST:
-        lines.append("why: launcher and agent were ended at one blow; `trainctl resume` goes on")
+        lines.append(f"why: {_why_lost(summary)}")
     if summary.stop_step:
         loss = f", loss {summary.loss:.4f}" if summary.loss is not None else ""
         steps = summary.total_steps or summary.stop_step
@@ -460,7 +468,7 @@ def follow_run(run: api.Run, *, as_json: bool) -> int:
     summary = summarise_run(run.paths)
     if summary.state == LOST:
         raise RunStateError(
-            f"{run.path}: launcher and agent were ended at one blow",
+            f"{run.path}: {_why_lost(summary).partition(';')[0]}",
             hint=f"trainctl resume {run.path} goes on from its newest checkpoint",
         )
     if summary.exit_code:

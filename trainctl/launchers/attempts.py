@@ -5,8 +5,6 @@ Shared by the launchers that see a run to its end.
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 import socket
 import subprocess
@@ -39,7 +37,7 @@ from trainctl.plans.types import RunPlan
 from trainctl.runs.checkpoints import clean_temporary, newest_checkpoint
 from trainctl.runs.completion import why_done
 from trainctl.runs.directory import last_attempt, new_attempt, read_plan, run_id
-from trainctl.runs.failures import Cause, describe_exit, describe_failure, disk_is_full
+from trainctl.runs.failures import Cause, cause_of_disk, describe_exit, describe_failure, disk_fault
 from trainctl.runs.files import open_as_its_folder
 from trainctl.runs.held_folder import HeldFolder
 from trainctl.runs.layout import AttemptPaths, RunPaths
@@ -431,13 +429,15 @@ def _record_death(agents: Agents, records: _Records, writer: EventWriter, run: R
     """Record an error exit that no agent has recorded."""
     failure = agents.describe_death()
     # The disk may be full even if this short record still fits into its file's last page.
-    if disk_is_full(run.root):
-        failure |= _full_disk(run, os.strerror(errno.ENOSPC))
+    fault = disk_fault(run.root)
+    if fault is not None:
+        failure |= _disk_failure(run, fault, fault.words)
     try:
         writer.write("failure", **failure)
         records.poll()
     except OSError as error:
-        failure |= _full_disk(run, error.strerror or str(error))
+        fault = cause_of_disk(error) or Cause.disk_full
+        failure |= _disk_failure(run, fault, error.strerror or str(error))
     # Report the failure even if its record could not be written or read back.
     records.failure = records.failure or failure
 
@@ -479,12 +479,12 @@ def _is_root_cause(event: Event, first: Event) -> bool:
     )
 
 
-def _full_disk(run: RunPaths, reason: str) -> dict[str, Any]:
+def _disk_failure(run: RunPaths, cause: Cause, reason: str) -> dict[str, Any]:
     """Return fields of a failure for when no process can write a record."""
     return {
-        "cause": Cause.disk_full.value,
+        "cause": cause.value,
         "message": f"the run stopped: nothing more can be written to {run.root} ({reason})",
-        "hint": Cause.disk_full.hint,
+        "hint": cause.hint,
     }
 
 

@@ -18,7 +18,7 @@ from trainctl.config.secrets import redact_setting
 from trainctl.config.store import Change, diff_configs, load_config
 from trainctl.errors import Finding, RunStateError, Severity, TrainctlError
 from trainctl.runs.directory import is_run, last_attempt, open_run, read_plan
-from trainctl.runs.failures import Cause, describe_failure
+from trainctl.runs.failures import OF_THE_DISK, Cause, describe_failure
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import Event, events_from_end
 
@@ -28,7 +28,7 @@ _TAIL_BYTES = 1 << 20
 _PROGRESS_RECORDS = ("step", "end", "program")
 """Kinds of records that show that an attempt got going (`program`: a user's program)."""
 
-_OF_THE_MACHINE = (Cause.lost_node.value, Cause.disk_full.value)
+_OF_THE_MACHINE = tuple(cause.value for cause in (Cause.lost_node, *OF_THE_DISK))
 """Causes of a failure that lie in the machine, not in the configuration."""
 
 

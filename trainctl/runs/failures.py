@@ -116,7 +116,7 @@ def describe_exit(
     log: Path,
     *,
     host_oom_kills: int = 0,
-    disk_is_full: bool = False,
+    disk: Cause | None = None,
     uses_trainctl_codes: bool = True,
 ) -> dict[str, Any]:
     """Return fields of a `failure` record for a process that ended.
@@ -124,7 +124,7 @@ def describe_exit(
     Args:
         return_code: Exit code of the process, or a negative signal number.
         host_oom_kills: Processes that the kernel killed for memory while it ran.
-        disk_is_full: Whether the log's disk is full.
+        disk: Fault of the log's disk (`disk_fault`).
         uses_trainctl_codes: Whether exit codes are `ExitCode`; False for a user's program.
 
     Returns:
@@ -137,7 +137,7 @@ def describe_exit(
         error,
         lines,
         host_oom_kills=host_oom_kills,
-        disk_is_full=disk_is_full,
+        disk=disk,
         uses_trainctl_codes=uses_trainctl_codes,
     )
     is_signal = return_code < 0
@@ -211,6 +211,8 @@ class Cause(StrEnum):
     collective_mismatch = "collective_mismatch"
     """Ranks called a collective with tensors of different sizes, or different collectives."""
     disk_full = "disk_full"
+    read_only = "read_only"
+    """The run's file system takes no writes any more, as after an error of its disk."""
     data = "data"
     code = "code"
     killed = "killed"
@@ -243,8 +245,11 @@ class Cause(StrEnum):
     @property
     def is_transient(self) -> bool:
         """Whether a restart may end better."""
-        return self not in (Cause.reported, Cause.disk_full)
+        return self not in (Cause.reported, *OF_THE_DISK)
 
+
+OF_THE_DISK = (Cause.disk_full, Cause.read_only)
+"""Causes that keep a run from writing: no process can then record them in its directory."""
 
 _WORDS = {
     Cause.device_memory: "out of memory on the device",
@@ -253,6 +258,7 @@ _WORDS = {
     Cause.lost_peer: "lost the connection to another rank",
     Cause.collective_mismatch: "ranks called different collectives",
     Cause.disk_full: "disk full",
+    Cause.read_only: "file system is read-only",
     Cause.data: "could not read the data",
 }
 
@@ -265,6 +271,8 @@ _CAUSE_HINTS = {
     Cause.collective_mismatch: "the ranks' code must call the same collectives with tensors of one "
     "size: look for branches and shapes that depend on the rank or its data",
     Cause.disk_full: "free space, then `trainctl resume`; checkpoints that were there are intact",
+    Cause.read_only: "look at the disk (dmesg), mount it for writing, then `trainctl resume`; "
+    "checkpoints that were there are intact",
     Cause.data: "the traceback in the log names the file",
     Cause.lost_node: "look at the machine and its network; launcher.max_restarts starts again when "
     "it is back, and with launcher.min_nodes also without it",
@@ -282,6 +290,7 @@ _PATTERNS = [
         Cause.disk_full,
         r"No space left on device|Disk quota exceeded|File too large|Errno (28|122|27)\b",
     ),
+    (Cause.read_only, r"Read-only file system|Errno 30\b"),
     (
         Cause.collective_mismatch,
         r"Received data size doesn't match expected size|mismatch between collectives on ranks",
@@ -313,7 +322,7 @@ def cause_of(
     log: Sequence[str] = (),
     *,
     host_oom_kills: int = 0,
-    disk_is_full: bool = False,
+    disk: Cause | None = None,
     uses_trainctl_codes: bool = True,
 ) -> Cause:
     """Return the cause of a death.
@@ -323,7 +332,7 @@ def cause_of(
         error: The line of the log that names the error, if there is one.
         log: Last lines of the log: the traceback, or the output of native code before it aborted.
         host_oom_kills: Processes that the kernel killed for memory while this one ran.
-        disk_is_full: Whether the log's disk is full; the log may then lack the error.
+        disk: Fault of the log's disk (`disk_fault`); the log may then lack the error.
         uses_trainctl_codes: Whether exit codes are `ExitCode`; False for a user's program.
     """
     if -return_code == 9:
@@ -333,8 +342,8 @@ def cause_of(
     for cause, pattern in _PATTERNS:
         if re.search(pattern, text, re.IGNORECASE):
             return cause
-    if disk_is_full and not error and return_code > 0:
-        return Cause.disk_full
+    if disk is not None and not error and return_code > 0:
+        return disk
     if uses_trainctl_codes and return_code in _REPORTED_CODES:
         return Cause.reported
     if return_code < 0:
@@ -362,7 +371,7 @@ def exit_code(
     It is 128 + n for signal n, a rank's own exit code if that is one of `ExitCode`, and else the
     code of a failed training. A full disk counts as a failure of the machine, however it showed.
     """
-    if cause is Cause.disk_full:
+    if cause in OF_THE_DISK:
         return int(ExitCode.environment)
     if return_code < 0:
         return 128 - return_code
@@ -370,19 +379,21 @@ def exit_code(
     return return_code if is_reported else int(ExitCode.training_failed)
 
 
-def disk_is_full(folder: Path) -> bool:
-    """Return True if the folder's disk, or a quota on it, has no room for a small file."""
+def disk_fault(folder: Path) -> Cause | None:
+    """Return why no small file can be written to a folder's disk; None if it can, or is unknown."""
     try:
         with tempfile.TemporaryFile(dir=folder) as stream:
             stream.write(bytes(_SMALL_FILE_BYTES))
     except OSError as error:
-        return is_disk_full(error)
-    return False
+        return cause_of_disk(error)
+    return None
 
 
-def is_disk_full(error: OSError) -> bool:
-    """Return True if the error says that a disk or a quota is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+def cause_of_disk(error: OSError) -> Cause | None:
+    """Return the fault of a disk that an error tells of: no room (or quota), or no writes."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Cause.disk_full
+    return Cause.read_only if error.errno == errno.EROFS else None
 
 
 def host_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

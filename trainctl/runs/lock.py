@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from trainctl.errors import MachineError, RunStateError, TrainctlError
+from trainctl.runs.failures import cause_of_disk
 from trainctl.runs.files import is_locked, open_lock
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import is_alive
@@ -64,7 +65,10 @@ def hold_lock(run: RunPaths, *, patience_seconds: float = _CLEANUP_SECONDS) -> I
     try:
         descriptor = open_lock(run.lock)
     except OSError as error:
-        raise MachineError(f"{run.root} cannot be written: {error.strerror}") from None
+        fault = cause_of_disk(error)
+        raise MachineError(
+            f"{run.root} cannot be written: {error.strerror}", hint=fault.hint if fault else ""
+        ) from None
     try:
         _acquire(run, descriptor, patience_seconds)
         with _written_in(path, descriptor):

@@ -31,7 +31,7 @@ from trainctl.runs.command import FORK_FLAG, AttemptCommand
 from trainctl.runs.failures import (
     Cause,
     describe_exit,
-    disk_is_full,
+    disk_fault,
     effective_return_code,
     error_line,
     exit_code,
@@ -281,7 +281,7 @@ class AgentRecords:
             return_code,
             log,
             host_oom_kills=oom_kills,
-            disk_is_full=disk_is_full(self._run.root),
+            disk=disk_fault(self._run.root),
             uses_trainctl_codes=uses_trainctl_codes,
         )
         cause = Cause(fields["cause"])

@@ -232,11 +232,17 @@ class DcpFolder:
         self._stored[index.get("fqn"), place] = _Stored(file, offset, length)
 
     def _require_own_bytes(self) -> None:
-        """Refuse two entries that lie in the same bytes: one of them has another's values."""
-        places = sorted((each.path, each.offset, each.length) for each in self._stored.values())
-        for (path, offset, length), (other, start, _) in pairwise(places):
-            if path == other and start < offset + length:
-                raise damaged(path, "two of its entries lie in the same bytes")
+        """Refuse two entries that lie in the same bytes: one of them has another's values.
+
+        A tied weight may be stored once for all of its names.
+        """
+        places = sorted(
+            (each.path, each.offset, each.length, key) for (key, _), each in self._stored.items()
+        )
+        for (path, offset, length, key), (other, start, size, name) in pairwise(places):
+            is_alias = (offset, length) == (start, size) and key != name
+            if path == other and start < offset + length and not is_alias:
+                raise damaged(path, f"{key} and {name} lie in the same bytes of it")
 
     def _tensor(self, key: str, entry: Record) -> ChunkedTensor:
         shape, chunks = tuple(entry.get("size")), []

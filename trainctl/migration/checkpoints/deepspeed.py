@@ -287,21 +287,20 @@ class DeepSpeedSource(Source):
                 self._add(name, shape, _cut(position, numel, size, flats))
                 position += numel + gap
             lean = position - sum(gaps[-1:])
-            if size not in {_partition_size(n, len(flats)) for n in (lean, position)} | {
-                -(-lean // len(flats))
-            }:
+            whole = {_partition_size(numel, len(flats)) for numel in (lean, position)}
+            if size not in whole | {-(-lean // len(flats))}:
                 why = f"a group of {lean:,} elements is in partitions of {size:,}"
                 raise damaged(self._shards[0].path, why)
-            self._require_elements(lean, size, flats)
+            self._require_elements(lean, size, max(size, *whole), flats)
 
     def _require_elements(
-        self, wanted: int, size: int, flats: Sequence[Mapping[str, LazyTensor]]
+        self, wanted: int, size: int, padded: int, flats: Sequence[Mapping[str, LazyTensor]]
     ) -> None:
-        """Refuse partitions in which some elements are missing."""
+        """Refuse partitions with missing or further elements; only the last ones have padding."""
         for rank, flat in enumerate(flats):
             least = min(size, max(0, wanted - rank * size))
             for state, tensor in flat.items():
-                if not least <= tensor.numel <= size:
+                if not least <= tensor.numel <= padded:
                     why = f"{state} has {tensor.numel:,} elements, and {least:,} are needed"
                     raise damaged(self._shards[rank].path, why)
 
