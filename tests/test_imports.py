@@ -218,8 +218,9 @@ PLANNING = (
 )
 
 
-def test_checking_loads_no_numpy() -> None:
-    assert "numpy" not in _loaded(["estimate-memory", *PLANNED])
+def test_checking_loads_no_numpy_where_no_text_is_there_to_count() -> None:
+    elsewhere = ["data=files", "data.paths=[/elsewhere/*.jsonl]"]
+    assert "numpy" not in _loaded(["estimate-memory", *PLANNED, *elsewhere])
 
 
 def test_planning_loads_no_torch() -> None:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from os import PathLike
@@ -487,8 +487,8 @@ def search(
 
     Args:
         overrides: As of `plan`. A first word without `=` is a recipe or a run, else a model; a
-            model alone is planned for 4 million tokens a step unless
-            `training.global_batch_tokens` or `training.global_batch_size` says another batch.
+            model alone is planned for the longest sequence that it is defined for and 4 million
+            tokens a step, unless overrides say another length or batch (`assumed` has which).
         hardware: Machines, such as `8xh100-80g`; short for the override `hardware=...`.
         top: Number of plans, each with another layout.
         config_dir: A folder of yours with `conf/` and `recipes/`, searched first.
@@ -501,11 +501,11 @@ def search(
     from trainctl.runs.attempts import find_attempt
 
     target, rest = split_target(_with_hardware(overrides, hardware))
-    composed = plan_search.compose_search(target, rest, _config_dir(config_dir))
+    composed, assumed = plan_search.compose_search(target, rest, _config_dir(config_dir))
     composed, found = plan_search.search_plans(composed, top=top)
     is_of_run = target is not None and find_attempt(Path(target)) is not None
     base = (target, *rest) if target is not None and is_of_run else composed.overrides
-    return SearchResult(composed, found, base, config_dir)
+    return SearchResult(composed, replace(found, assumed=assumed), base, config_dir)
 
 
 class SearchResult(Sequence["RankedPlan"]):
@@ -529,6 +529,22 @@ class SearchResult(Sequence["RankedPlan"]):
     def overrides(self) -> tuple[str, ...]:
         """Overrides of the configuration that was searched for."""
         return self._composed.overrides
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Overrides among these that the search added for a model alone."""
+        return tuple(self.details.assumed)
+
+    @property
+    def command(self) -> str:
+        """Command that launches the first plan, quoted for a shell; for a run, that resumes it.
+
+        It lacks the length of the training if the configuration does.
+        """
+        from trainctl.config.overrides import merge_overrides
+        from trainctl.tuning.recipes import start_command
+
+        return start_command(merge_overrides(self._arguments, self[0].overrides), self._config_dir)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -578,7 +594,7 @@ class SearchResult(Sequence["RankedPlan"]):
     def __repr__(self) -> str:
         from trainctl.monitor.search_text import search_lines
 
-        return "\n".join(search_lines(self.details))
+        return "\n".join(search_lines(self.details, command=self.command))
 
     def _repr_html_(self) -> str:
         from trainctl.monitor.report.figure import chart_element, plan_figure
@@ -606,6 +622,16 @@ class RankedPlan:
         speed is not known.
         """
         return self.details.time.seconds
+
+    @property
+    def seconds_per_step_low(self) -> float:
+        """Lower end of the range that holds the measured time in nine of ten cases."""
+        return self.details.between(self.seconds_per_step)[0]
+
+    @property
+    def seconds_per_step_high(self) -> float:
+        """Upper end of that range."""
+        return self.details.between(self.seconds_per_step)[1]
 
     @property
     def tokens_per_second(self) -> float:
@@ -1283,7 +1309,7 @@ def sweep(
     once the scheduler has the runs, as one array.
 
     Args:
-        overrides: A configuration; none with `resume`.
+        overrides: A configuration, whose first word may be a recipe; none with `resume`.
         sweep_dir: The sweep's folder; None makes one under `sweeps/`.
         resume: Start what is new in the folder and resume what was interrupted.
         parallel: Runs at a time; None is one here, and all in a scheduler's array.
@@ -1298,8 +1324,10 @@ def sweep(
     Raises:
         TrainctlError: A plan is refused, and no run was made; or the sweep is still running.
     """
+    from trainctl.config.overrides import recipe_as_override
     from trainctl.launchers import sweep as sweeps
 
+    overrides = tuple(recipe_as_override(overrides))
     watching = observer or sweeps.SweepObserver()
     recorded = ["trainctl.sweep", *overrides] if argv is None else argv
     if resume:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from chat_files import asked, write_tokenizer
+from made_runs import new_run
 
 import trainctl as tc
 from trainctl.cli.main import run
-from trainctl.errors import ExitCode
+from trainctl.errors import ExitCode, TrainctlError
 
 FROM_SCRATCH = ("125m", "1b-zero1", "7b-zero2", "7b-zero3", "13b-zero3", "70b-zero3-nodes")
 FINE_TUNING = (
@@ -120,9 +121,8 @@ def test_a_plan_reads_no_url_and_downloads_no_weights(monkeypatch: pytest.Monkey
     monkeypatch.setattr("trainctl.tuning.input_files.fetch_weights", pytest.fail)
     weights = Path("models--a--b/snapshots/0")
     weights.mkdir(parents=True)
-    tc.plan(
-        "tiny", "data=files", "data.paths=[s3://bucket/text]", f"model.initial_weights={weights}"
-    )
+    files = ["data=files", "data.paths=[s3://bucket/text]"]
+    tc.plan("tiny", *files, f"model.initial_weights={weights}")
     source = "data.sources={a: {kind: files, paths: [s3://bucket/text], weight: 1}}"
     tc.plan("tiny", source)
 
@@ -197,3 +197,37 @@ def test_random_weights_are_fine_tuned_where_they_are_requested(
     assert findings(capsys, *words, "model.weights=random") == {}
     assert run(["launch", "--dry-run", *words, "model.weights=random"]) == 0
     assert "  data      chat chat.jsonl: about " in capsys.readouterr().out
+
+
+def test_a_recipe_comes_first_in_every_command_that_makes_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "my.yaml").write_text("defaults: [tiny, _self_]\ntraining: {seed: 9}\n")
+    assert run(["launch", "my", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["config"]["training"]["seed"] == 9
+    assert run(["sweep", "my", "optimizer.lr=1e-3,1e-4", "--dry-run"]) == 0
+    assert "1: recipe=my optimizer.lr=0.0001" in capsys.readouterr().out
+    measured: list[str] = []
+
+    def measure(words: list[str], *_: object, **__: object) -> None:
+        measured.extend(words)
+        raise TrainctlError("nothing is measured here")
+
+    monkeypatch.setattr("trainctl.cli.estimate_memory.measure", measure)
+    run(["estimate-memory", "my", "training.steps=3", "--measure"])
+    assert measured == ["recipe=my", "training.steps=3"]
+
+
+def test_a_launch_names_resume_for_a_run_and_the_nearest_for_another_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = new_run(tmp_path / "run").root
+    for words, hint in (
+        ([str(path)], f"trainctl resume {path} continues it"),
+        (["tinny"], "did you mean recipe=tiny"),
+        (["optimizer.lr", "recipe=tiny"], "write optimizer.lr=VALUE"),
+        (["model", "recipe=tiny"], "write model=OPTION"),
+    ):
+        assert run(["launch", *words]) == ExitCode.bad_input
+        assert hint in capsys.readouterr().err

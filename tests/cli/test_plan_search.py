@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,17 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from made_runs import new_run
 
+import trainctl as tc
 from trainctl.cli.main import run
 from trainctl.config.catalog import list_recipes
 from trainctl.errors import ExitCode
+from trainctl.monitor.search_text import search_lines
+from trainctl.tuning.speed import TIME_ERROR
 
 MODEL = ["model=llama-7b", "hardware=8xh100-80g", "training.sequence_length=4096"]
+HARDWARE = "8xh100-80g"
 LENGTH = ["training.tokens=100B"]
 BATCH = ["training.global_batch_tokens=4194304"]
 
@@ -52,7 +58,68 @@ def test_length_and_price(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *MODEL, *BATCH, *LENGTH, "--top", "1", "--price", "2.5"]) == 0
     text = capsys.readouterr().out
     assert "days to train 100,00" in text
-    assert "for a billion tokens, " in text
+    assert "for a billion tokens (between " in text
+
+
+@pytest.mark.parametrize("target", ["model=llama-7b", "recipe=7b-zero3", "7b-zero3", "llama-7b"])
+def test_the_last_line_launches_the_first_plan(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a b.txt").write_text("Some prose.\n" * 9000)
+    words = [target, f"hardware={HARDWARE}", *LENGTH, "data=files", "data.paths=['a b.txt']"]
+    words += [] if "zero3" in target else BATCH
+    assert run(["plan", *words, "--top", "1"]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    program, *typed = shlex.split(line)
+    assert program == "trainctl" and typed[0] == "launch"
+    assert {f"hardware={HARDWARE}", *LENGTH} < set(typed)
+    assert any(target in (word, word.partition("=")[2]) for word in typed)
+    found = tc.search(*words, top=1)
+    assert run(["launch", "--dry-run", "--json", *typed[1:]]) == 0
+    launched = json.loads(capsys.readouterr().out)
+    assert launched["plan"]["deepspeed"] == found[0].plan.deepspeed_json
+
+
+def test_a_plan_without_a_length_says_what_the_command_lacks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["plan", *MODEL, *BATCH, "--top", "1"]) == 0
+    *_, note, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("trainctl launch model=llama-7b ") and "training.tokens=" in note
+
+
+def test_a_run_is_resumed_with_its_new_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = new_run(tmp_path / "run").root
+    assert run(["plan", str(path), "hardware=8xh100-80g", "--top", "1"]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"trainctl resume {path} hardware=8xh100-80g ")
+
+
+def test_a_model_alone_is_planned_for_its_own_length() -> None:
+    found = tc.search("gpt2-124m", hardware="8xh100-80g", top=1)
+    assert found.assumed == ("training.global_batch_tokens=4M", "training.sequence_length=1024")
+    text = repr(found)
+    assert text.startswith("gpt2-124m on 8xh100-80g, sequences of 1,024 tokens: ")
+    assert "assumed, since nothing sets it: training.global_batch_tokens=4M" in text
+    assert "training.sequence_length=1024 (the longest that gpt2-124m is defined for)" in text
+    assert found.to_dict()["assumed"] == list(found.assumed)
+    words = ("training.sequence_length=512", "training.global_batch_tokens=1M")
+    found = tc.search("gpt2-124m", *words, hardware="8xh100-80g", top=1)
+    assert found.assumed == () and "assumed" not in repr(found)
+
+
+def test_predicted_times_have_a_range(capsys: pytest.CaptureFixture[str]) -> None:
+    found = tc.search(*MODEL, *BATCH, *LENGTH, top=1)
+    (plan,) = found.to_dict(price=2.5)["plans"]
+    low, high = plan["seconds_per_step_low"], plan["seconds_per_step_high"]
+    assert low == pytest.approx(plan["seconds_per_step"] / (1 + TIME_ERROR))
+    assert high == pytest.approx(plan["seconds_per_step"] / (1 - TIME_ERROR))
+    assert (found[0].seconds_per_step_low, found[0].seconds_per_step_high) == (low, high)
+    text = "\n".join(search_lines(found.details, 2.5))
+    assert f" s a step (between {low:.2f} s and {high:.2f} s)" in text
+    assert text.count("between") >= 3, "step, training, cost"
 
 
 def test_the_plan_of_the_json_can_be_launched(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,7 +166,7 @@ def test_a_run_brings_the_load_of_its_experts(tmp_path: Path) -> None:
     append(run, (step(n, experts={"load_by_layer": each}) for n, each in enumerate(loads, 1)))
     assert measured_load(run.root) == pytest.approx(1.2)
     for more, expected in (((), 1.2), (("experts.expected_load=3",), 3.0)):
-        found = compose_search(str(run.root), more, None).config.experts
+        found = compose_search(str(run.root), more, None)[0].config.experts
         assert found.expected_load == expected
 
 

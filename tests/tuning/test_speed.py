@@ -25,7 +25,7 @@ from trainctl.tuning.rates import (
     LINK_SHARE,
     device_rates,
 )
-from trainctl.tuning.speed import StepTime, step_time
+from trainctl.tuning.speed import TIME_ERROR, StepTime, step_time
 
 DENSE = [row for row in rows() if not row.has_experts and not row.is_of_run]
 KEPT = [row for row in DENSE if row.is_kept]
@@ -80,6 +80,12 @@ def test_half_of_those_kept_back_are_met_within_a_tenth() -> None:
     assert median(errors) <= 0.10
     assert errors[int(0.85 * len(errors))] <= 0.25
     assert median(abs(row.error) for row in FITTED) <= 0.07
+
+
+def test_nine_in_ten_rows_are_within_the_range_that_is_shown() -> None:
+    for measured in (DENSE, KEPT):
+        within = sum(abs(row.error) <= TIME_ERROR for row in measured)
+        assert 0.88 <= within / len(measured) <= 0.97
 
 
 def test_rows_are_kept_back_by_their_table_and_never_fitted_to() -> None:

@@ -40,6 +40,14 @@ TargetAndOverrides = Annotated[
         autocompletion=complete_target,
     ),
 ]
+RecipeAndOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] OVERRIDES",
+        help="A recipe, then GROUP=OPTION, KEY=VALUE.",
+        autocompletion=complete_target,
+    ),
+]
 AttemptOption = Annotated[
     int | None,
     typer.Option(

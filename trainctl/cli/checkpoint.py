@@ -14,7 +14,7 @@ from trainctl.cli.arguments import (
     ConfigDir,
     Json,
     NamedRun,
-    Overrides,
+    RecipeAndOverrides,
     Run,
     RunOrUrl,
     open_run_or_newest,
@@ -111,7 +111,7 @@ def import_(
         Path, typer.Argument(metavar="DIR", help="Directory of another trainer's checkpoint.")
     ],
     to: Annotated[Path, typer.Option("--to", metavar="RUN_DIR", help="Directory of the new run.")],
-    overrides: Overrides = None,
+    overrides: RecipeAndOverrides = None,
     format: Annotated[
         str | None,
         typer.Option(

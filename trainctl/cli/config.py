@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import AttemptOption, ConfigDir, Json, Overrides, TargetAndOverrides
+from trainctl.cli.arguments import AttemptOption, ConfigDir, Json, TargetAndOverrides
 from trainctl.cli.complete import complete_key
 from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
 from trainctl.config.codec import to_plain
@@ -177,7 +177,7 @@ def why(
             autocompletion=complete_key,
         ),
     ],
-    overrides: Overrides = None,
+    overrides: TargetAndOverrides = None,
     attempt: AttemptOption = None,
     config_dir: ConfigDir = None,
     as_json: Json = False,

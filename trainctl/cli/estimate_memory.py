@@ -18,7 +18,7 @@ from trainctl.cli.console import (
     write_chart,
 )
 from trainctl.cli.plan_view import show_budget, show_suggestions
-from trainctl.config.overrides import split_target
+from trainctl.config.overrides import recipe_as_override, split_target
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launchers.measure import measure
 from trainctl.launchers.planning import PlannedConfig, PlannedPoint, plan_points
@@ -183,7 +183,7 @@ def _write_chart(points: Sequence[PlannedPoint], path: Path) -> None:
 def _measure_configuration(
     overrides: list[str], config_dir: Path | None, *, force: bool, as_json: bool
 ) -> None:
-    found = measure(overrides, config_dir, force=force, say=print_message)
+    found = measure(recipe_as_override(overrides), config_dir, force=force, say=print_message)
     show_findings(found.findings)
     if as_json:
         print_json({"schema": 1, "phases": found.rows, "calibration": str(found.calibration)})

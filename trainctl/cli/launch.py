@@ -18,7 +18,7 @@ from trainctl.cli.arguments import (
     DryRun,
     Force,
     Json,
-    Overrides,
+    RecipeAndOverrides,
     TargetAndOverrides,
     Verbose,
 )
@@ -48,13 +48,13 @@ from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launchers.interface import Outcome, has_scheduler, render_next
-from trainctl.launchers.planning import PlannedConfig, compose_config
+from trainctl.launchers.planning import PlannedConfig
 from trainctl.launchers.processes import Process
 from trainctl.launchers.resume import PlannedResume
 from trainctl.launchers.start import Observer, check_machine
 from trainctl.plans.types import RunPlan
 from trainctl.readers.remote import is_url
-from trainctl.runs.attempts import changes_text
+from trainctl.runs.attempts import changes_text, find_attempt
 from trainctl.runs.command import command_record
 from trainctl.runs.directory import DEFAULT_ROOT, last_attempt
 from trainctl.runs.event_descriptions import (
@@ -79,7 +79,7 @@ FetchedRunDir = Annotated[
 
 def launch(
     context: typer.Context,
-    overrides: Overrides = None,
+    overrides: RecipeAndOverrides = None,
     dry_run: DryRun = False,
     force: Force = False,
     run_dir: Annotated[
@@ -97,11 +97,15 @@ def launch(
 ) -> None:
     """Check a configuration against the hardware, then train.
 
-    Examples: trainctl launch recipe=tiny training.steps=200 optimizer.lr=1e-3;
+    Examples: trainctl launch tiny training.steps=200 optimizer.lr=1e-3;
     trainctl launch script=train.py recipe=7b-zero3 -- --its --own arguments
     """
-    if split_target(overrides)[0] is not None:
-        compose_config(overrides, config_dir)  # refuses it: a stray word must not start a run
+    target, _ = split_target(overrides)
+    if target is not None and find_attempt(Path(target)) is not None:
+        raise TrainctlError(
+            f"{target} is a run, and launch makes a new one",
+            hint=f"trainctl resume {target} continues it",
+        )
     if not dry_run:
         tolerate_broken_pipe()
     api.launch(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import ConfigDir, Json, Overrides, Plot
+from trainctl.cli.arguments import ConfigDir, Json, Plot, TargetAndOverrides
 from trainctl.cli.console import print_data, print_json, print_message, show_findings, write_chart
 from trainctl.monitor.search_text import search_lines
 from trainctl.tuning.recipes import check_recipe_file, launch_command
@@ -21,7 +21,7 @@ Price = Annotated[
 
 
 def plan(
-    overrides: Overrides = None,
+    overrides: TargetAndOverrides = None,
     config_dir: ConfigDir = None,
     top: Top = 5,
     write: Write = None,
@@ -53,7 +53,7 @@ def plan(
     if as_json:
         print_json(result.to_dict(price))
     else:
-        for line in search_lines(details, price):
+        for line in search_lines(details, price, command=result.command):
             print_data(line)
     if plot is not None:
         from trainctl.monitor.report.figure import plan_figure

@@ -70,6 +70,12 @@ def split_target(arguments: Sequence[str] | None) -> tuple[str | None, list[str]
     return None, list(arguments or [])
 
 
+def recipe_as_override(arguments: Sequence[str] | None) -> list[str]:
+    """Return the overrides, with the name of a recipe in front of them as `recipe=NAME`."""
+    target, overrides = split_target(arguments)
+    return overrides if target is None else [f"recipe={target}", *overrides]
+
+
 def merge_overrides(overrides: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
     """Return the overrides followed by `more`, without those that `more` sets again."""
     again = {_override_key(text) for text in more}

@@ -34,13 +34,17 @@ MEASURED_STEPS = 50
 
 def compose_search(
     target: str | None, overrides: Sequence[str], config_dir: Path | None
-) -> ComposedConfig:
+) -> tuple[ComposedConfig, dict[str, str]]:
     """Compose the training to search plans for.
 
     Args:
         target: A recipe or a run as of `compose_target`, or a model. A model trains on
-            `ASSUMED_BATCH` unless an override sets the batch: no search could choose it. A run
-            brings the load of its experts, as recorded, unless an override sets it.
+            `ASSUMED_BATCH` and the longest sequences that it is defined for, unless overrides set
+            them: no search could choose them. A run brings the load of its experts, as recorded,
+            unless an override sets it.
+
+    Returns:
+        The configuration, and the overrides that were assumed, each with its reason.
 
     Raises:
         TrainctlError: The configuration is wrong, or there is no recipe or model of that name.
@@ -50,7 +54,7 @@ def compose_search(
         load = None if target is None else measured_load(Path(target))
         if load is not None and not any(text.startswith(EXPECTED_LOAD) for text in overrides):
             overrides = [*overrides, f"{EXPECTED_LOAD}={load:.3g}"]
-        return compose_target(target, overrides, config_dir)
+        return compose_target(target, overrides, config_dir), {}
     models = option_names(folders, "model")
     if target not in models:
         near = nearest_names(target, [*models, *recipe_names(folders)])
@@ -58,10 +62,16 @@ def compose_search(
             f"there is no recipe and no model {target!r}",
             hint=f"{did_you_mean(near)} models: {', '.join(models)}".strip(),
         )
-    chosen = [f"model={target}", *overrides]
+    chosen, assumed = [f"model={target}", *overrides], {}
     if not any(text.startswith("training.global_batch_") for text in overrides):
-        chosen.append(ASSUMED_BATCH)
-    return compose_config(chosen, config_dir)
+        assumed[ASSUMED_BATCH] = "a usual batch"
+    composed = compose_config([*chosen, *assumed], config_dir)
+    if not any(text.partition("=")[0].endswith(".sequence_length") for text in overrides):
+        model = composed.config.model
+        length = f"training.sequence_length={model.max_position_embeddings}"
+        assumed[length] = f"the longest that {model.name} is defined for"
+        composed = compose_config([*chosen, *assumed], config_dir)
+    return composed, assumed
 
 
 def measured_load(path: Path) -> float | None:

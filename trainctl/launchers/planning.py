@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import NO_EFFECT, SAVED, ComposedConfig, compose_leniently, recompose
+from trainctl.config.keys import leaves
 from trainctl.config.layers import Layer
-from trainctl.config.overrides import SYNTAX, expand_sweep
+from trainctl.config.overrides import ALIASES, SYNTAX, expand_sweep
 from trainctl.config.registry import changed_section
+from trainctl.config.schema import GROUPS, LIST_GROUPS
 from trainctl.config.user_code import check_user_code, ignored_trainer_settings
 from trainctl.data.source_lengths import count_epoch, preview_data_plan
 from trainctl.data.template_check import check_templates
@@ -331,7 +333,8 @@ def compose_target(
         return compose_config(overrides, config_dir)
     if "/" in target:
         open_run(Path(target))  # raises an error that says what the directory is instead
-    return compose_config([f"recipe={target}", *overrides], config_dir)
+    is_half = target in {*leaves(), *ALIASES, *GROUPS, *LIST_GROUPS, "recipe"}
+    return compose_config([target if is_half else f"recipe={target}", *overrides], config_dir)
 
 
 def _compose_run(

@@ -29,17 +29,26 @@ _LEAST_SHARE = 0.005
 """Parts of a step below this share are not listed."""
 
 
-def search_lines(result: Search, price: float | None = None) -> list[str]:
-    """Return the plans that a search found, with their costs if the price of a device is given."""
+def search_lines(result: Search, price: float | None = None, *, command: str = "") -> list[str]:
+    """Return the plans that a search found, with their costs if the price of a device is given.
+
+    `command` launches the first plan; with it the lines end.
+    """
     first = result.found[0]
     batch = first.plan.batch
     lines = [
         f"{first.plan.config.model.name} on {result.hardware.name}, sequences of "
         f"{batch.sequence_length:,} tokens: {len(result.found)} of {result.timed:,} variants"
     ]
+    if result.assumed:
+        named = [f"{override} ({reason})" for override, reason in result.assumed.items()]
+        lines.append(f"assumed, since nothing sets it: {', '.join(named)}")
     for number, found in enumerate(result.found, 1):
         title, *details = plan_summary(result, found, price)
         lines += ["", f"{number}. {title}", *(f"   {line}".rstrip() for line in details)]
+    if command:
+        lacks = "" if result.has_length else " (add its length: training.tokens=1T)"
+        lines += ["", f"To start the first{lacks}:", command]
     return lines
 
 
@@ -49,9 +58,9 @@ def plan_summary(result: Search, found: FoundPlan, price: float | None = None) -
     if result.rates_are_known:
         rate = found.tokens_per_second_per_device
         share = "" if found.utilisation is None else f", MFU {found.utilisation:.1%}"
-        lines.append(
-            f"{seconds_text(found.time.seconds)} a step, {rate:,.0f} tokens/s a device{share}"
-        )
+        low, high = map(seconds_text, found.between(found.time.seconds))
+        step = f"{seconds_text(found.time.seconds)} a step (between {low} and {high})"
+        lines.append(f"{step}, {rate:,.0f} tokens/s a device{share}")
     memory = found.budget
     capacity = memory.device_capacity_bytes
     of = f" of {capacity / GIB:.1f}" if capacity else ""
@@ -60,13 +69,17 @@ def plan_summary(result: Search, found: FoundPlan, price: float | None = None) -
         size += f", {memory.host.bytes_per_node / GIB:,.0f} GiB of host memory a machine"
     lines.append(size)
     if result.has_length and result.rates_are_known:
+        low, high = (_duration_text(each) for each in found.between(found.seconds_to_train))
         lines.append(
-            f"{_duration_text(found.seconds_to_train)} to train {found.tokens_to_train:,} tokens"
+            f"{_duration_text(found.seconds_to_train)} to train {found.tokens_to_train:,} tokens "
+            f"(between {low} and {high})"
         )
     if price is not None and result.rates_are_known:
         cost = found.cost_per_billion_tokens(price)
+        low, high = found.between(cost)
         whole = f", {cost * found.tokens_to_train / 1e9:,.2f} in all" if result.has_length else ""
-        lines.append(f"{cost:,.2f} for a billion tokens{whole}")
+        between = f"between {low:,.2f} and {high:,.2f}"
+        lines.append(f"{cost:,.2f} for a billion tokens ({between}){whole}")
     lines.append(f"time: {_time_shares(found.time)}")
     if found is not first:
         lines.append(f"beside 1: {_why_slower(found, first)}")

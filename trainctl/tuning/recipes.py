@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from json import dumps
+from os import PathLike
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Any
 
 from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
 from trainctl.config.codec import nest, to_plain, value_at
 from trainctl.config.compose import ComposedConfig
 from trainctl.config.editor import link_recipe
-from trainctl.config.overrides import ALIASES
+from trainctl.config.overrides import ALIASES, split_target
 from trainctl.config.quantities import seconds_text
 from trainctl.config.schema import GROUPS
 from trainctl.errors import TrainctlError
@@ -96,6 +97,13 @@ def launch_command(path: Path, config_dir: Path | None) -> str:
     if config_dir is not None or any((folder / name).is_dir() for name in ("conf", "recipes")):
         return f"trainctl launch recipe={quote(path.stem)} (from a folder of recipes/)"
     return f"trainctl launch --config-dir {quote(str(path.parent))} recipe={quote(path.stem)}"
+
+
+def start_command(arguments: Sequence[str], config_dir: str | PathLike[str] | None) -> str:
+    """Return the command that launches a configuration, or resumes the run that comes first."""
+    verb = "launch" if split_target(arguments)[0] is None else "resume"
+    folder = () if config_dir is None else ("--config-dir", str(config_dir))
+    return join(["trainctl", verb, *folder, *arguments])
 
 
 def _has_key(plain: Any, key: str) -> bool:

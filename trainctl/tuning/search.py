@@ -8,6 +8,7 @@ until enough plans are found. Simple arithmetic excludes candidates that cannot 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, floor, inf
 from typing import Any
@@ -25,7 +26,7 @@ from trainctl.plans.types import RunPlan
 from trainctl.tuning.assess import Assessment, assess
 from trainctl.tuning.rates import device_rates
 from trainctl.tuning.space import AXES, RESOLUTION, VARIANT_KEYS, Candidate, ShownLayout, Space
-from trainctl.tuning.speed import StepTime, Values, overrides
+from trainctl.tuning.speed import TIME_ERROR, StepTime, Values, overrides
 
 MOST_BUDGETS = 2000
 """Budgets per kind of offload before it is given up; each takes about half a millisecond."""
@@ -97,6 +98,10 @@ class FoundPlan:
         hours = 1e9 / self.tokens_per_second / 3600
         return price * self.plan.mesh.world_size * hours
 
+    def between(self, amount: float) -> tuple[float, float]:
+        """Return the range of an amount that is proportional to the predicted time of a step."""
+        return amount / (1 + TIME_ERROR), amount / (1 - TIME_ERROR)
+
     def time_compared_with(self, other: FoundPlan) -> tuple[float, dict[str, float]]:
         """Return the relative change of the time per token, in all and by part of a step."""
         size = self.plan.batch.tokens_per_step / other.plan.batch.tokens_per_step
@@ -141,6 +146,8 @@ class Search:
     """Variants that were timed."""
     findings: tuple[Finding, ...] = ()
     """Problems of the fastest variant, if nothing was found."""
+    assumed: Mapping[str, str] = field(default_factory=dict)
+    """Overrides that the user did not give, each with its reason."""
 
     def to_json(self, price: float | None = None) -> dict[str, Any]:
         """Return the form of `trainctl plan --json`; `price` is per device and hour."""
@@ -149,14 +156,18 @@ class Search:
             "hardware": self.hardware.name,
             "rates_are_known": self.rates_are_known,
             "variants": self.timed,
+            "assumed": list(self.assumed),
             "plans": [self.plan_to_json(found, price) for found in self.found],
         }
 
     def plan_to_json(self, found: FoundPlan, price: float | None = None) -> dict[str, Any]:
         """Return one of the plans; fields that depend on unknown rates are null."""
         mesh, batch, memory = found.plan.mesh, found.plan.batch, found.budget
+        low, high = found.between(found.time.seconds)
         speed: dict[str, Any] = {
             "seconds_per_step": found.time.seconds,
+            "seconds_per_step_low": low,
+            "seconds_per_step_high": high,
             "seconds_by_part": dict(found.time.parts),
             "tokens_per_second_per_device": found.tokens_per_second_per_device,
             "model_flops_utilisation": found.utilisation,

@@ -58,6 +58,11 @@ from trainctl.tuning.rates import (
     device_rates,
 )
 
+TIME_ERROR = 0.25
+"""Relative error of a predicted step that nine in ten published rows stay below, also of those that
+no constant was fitted to (docs/planning.md, Accuracy).
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
