@@ -122,6 +122,37 @@ def check_overrides(words: list[str]) -> None:
     assert not wrong, [each.message for each in wrong]
 
 
+def made_folders(page: str) -> Iterator[str]:
+    """Folders that the shown commands make; those of a reader's own run (`runs/NAME`) are left out."""
+    for words in typed_commands(page):
+        own = list(itertools.takewhile(lambda word: word != "--", words))
+        if "--dry-run" in own or "--resume" in own:
+            continue
+        places = [own[own.index("--run-dir") + 1]] if "--run-dir" in own else []
+        places += own[1:3] if own[0] == "export" else []
+        if not any(re.search("[A-Z]", place) for place in places):
+            yield from places[-1:]
+
+
+def test_no_two_pages_make_the_same_folder() -> None:
+    """Somebody reads the README, then the tutorial, and types both."""
+    made = [(page.name, folder) for page in PAGES for folder in set(made_folders(page.read_text()))]
+    shared = {
+        folder: [page for page, own in made if own == folder]
+        for _, folder in made
+        if [own for _, own in made].count(folder) > 1
+    }
+    assert len(made) > 8 and not shared
+
+
+def test_a_page_that_installs_a_wheel_says_where_it_comes_from() -> None:
+    readme, install = ((ROOT / name).read_text() for name in ("README.md", "docs/install.md"))
+    for page in (readme, install):
+        (block,) = (text for text in FENCED.findall(page) if "pip install trainctl-*.whl" in text)
+        assert block.index("pip wheel --no-deps CHECKOUT") < block.index("pip install trainctl-*")
+    assert "pip install torch --index-url https://download.pytorch.org/whl/cpu" in install
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_that_is_shown_is_one(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsed by the real command line and composed by the real configuration; nothing starts."""

@@ -106,4 +106,4 @@ def test_the_tutorials_commands_run_in_their_order(tmp_path: Path) -> None:
             text=True,
         )
         assert done.returncode == int(expected[1] if expected else 0), (command, done.stderr)
-    assert (tmp_path / "exported" / "config.json").is_file()
+    assert (tmp_path / "first-model" / "config.json").is_file()

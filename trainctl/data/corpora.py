@@ -134,23 +134,6 @@ def cached_corpora(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Corpus 
     return found
 
 
-def prepared_corpora(config: RunConfig, tokenizer: Tokenizer) -> Corpora:
-    """Return each source's corpus from the cache. No text is read.
-
-    Raises:
-        TrainctlError: The corpus of a source is not there (exit code 5).
-    """
-    found = {}
-    for name, corpus in cached_corpora(config, tokenizer).items():
-        if corpus is None:
-            raise RunStateError(
-                f"the text of {name} is not prepared",
-                hint="trainctl data prepare, with the same words",
-            )
-        found[name] = corpus
-    return found
-
-
 def tokenize_shares(
     config: RunConfig,
     tokenizer: Tokenizer,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema import RunConfig
-from trainctl.data.corpora import prepared_corpora
 from trainctl.data.document_selection import DROPPED
+from trainctl.data.prepare import prepared_corpora
 from trainctl.data.quality.contamination import words_from
 from trainctl.data.quality.selection import (
     CONTAMINATED,
@@ -46,8 +46,7 @@ def dropped_by_source(config: RunConfig) -> Iterator[dict[str, Any]]:
     """Yield the record of dropped documents of each source that was selected from.
 
     Raises:
-        TrainctlError: No filter, deduplication or decontamination is set, or the corpus is not
-            prepared (exit code 5).
+        TrainctlError: No filter, deduplication or decontamination is set, or a text cannot be read.
     """
     if not config.data.has_quality_rules or config.data.factory is not None:
         raise TrainctlError(

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from trainctl.config.schema import RunConfig
 from trainctl.data.corpora import (
     Corpora,
     build_corpora,
@@ -24,7 +25,7 @@ from trainctl.data.streaming.corpora import check_shard_caches
 from trainctl.data.targets import check_labels
 from trainctl.data.tasks import PreparationProgress
 from trainctl.data.teacher_store import check_teacher
-from trainctl.data.tokenizer import load_tokenizer
+from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.errors import RunStateError, TrainctlError
 from trainctl.plans.derive import is_counted_in_epochs
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
@@ -88,6 +89,11 @@ def build_plan_corpora(
                 check_labels(config.objective, rows, corpus.classes)
     _check_length(plan, corpora, notify)
     return corpora
+
+
+def prepared_corpora(config: RunConfig, tokenizer: Tokenizer) -> Corpora:
+    """Return the corpus of each source, tokenized now where the cache lacks it."""
+    return build_corpora(config, tokenizer, TokenizingProgress(), print_notice)
 
 
 def assist_preparation(plan: RunPlan) -> None:

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from trainctl.config.schema import RunConfig
 from trainctl.data.cache_files import cache_folder, convert_write_errors
-from trainctl.data.corpora import prepared_corpora
 from trainctl.data.corpus_record import Corpus
 from trainctl.data.executors import Executor, ExecutorTask, executor_of, require_results
+from trainctl.data.prepare import prepared_corpora
 from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.errors import TrainctlError
@@ -74,11 +74,13 @@ class SourceStatistics:
 def corpus_statistics(
     config: RunConfig, progress: Progress = lambda done, total: None
 ) -> dict[str, SourceStatistics]:
-    """Compute statistics of the tokenized text of each source, on the executor of a configuration.
+    """Compute statistics of each source's tokens, on the executor of a configuration.
+
+    Text that the cache lacks is tokenized first.
 
     Raises:
-        TrainctlError: A source is not tokenized (exit code 5), or its text is not in files of its
-            own (`data.factory`, `data=stream`).
+        TrainctlError: A text cannot be read, or is not in files of its own (`data.factory`,
+            `data=stream`).
     """
     tokenizer = load_tokenizer(config.tokenizer)
     texts = _source_texts(config, tokenizer)
