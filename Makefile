@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: demo test check format docs docs-site install trackers skypilot release help
+.PHONY: demo test check format docs docs-site install trackers release help
 
 demo: $(VENV)/.installed-run  ## Train the tiny recipe on this machine, in a few minutes
 	$(BIN)/trainctl launch recipe=tiny
@@ -37,8 +37,6 @@ docs-site: $(VENV)/.installed-docs  ## Build the site of docs/ into build/site; 
 install: $(VENV)/.installed-all  ## Install all that running, tests and checks need, in one step
 
 trackers: $(VENV)-trackers/.installed  ## Install W&B, MLflow and Trackio, apart: their pins clash
-
-skypilot: $(VENV)-skypilot/.installed  ## Install SkyPilot, apart: its click clashes with typer's
 
 release: $(VENV)/.installed-all  ## Build and check a release; VERSION=X.Y.Z
 	$(BIN)/python scripts/release.py '$(VERSION)'

@@ -123,7 +123,7 @@ def check_overrides(words: list[str]) -> None:
 
 
 def made_folders(page: str) -> Iterator[str]:
-    """Folders that the shown commands make; those of a reader's own run (`runs/NAME`) are left out."""
+    """Yield folders that the shown commands make, but those of a reader's run (`runs/NAME`)."""
     for words in typed_commands(page):
         own = list(itertools.takewhile(lambda word: word != "--", words))
         if "--dry-run" in own or "--resume" in own:

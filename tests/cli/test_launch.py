@@ -90,7 +90,6 @@ def test_a_dry_run_as_json_is_one_document(capsys: pytest.CaptureFixture[str]) -
 
 LACKING = {
     ("slurm",): "sbatch is not installed",
-    ("skypilot", "launcher.skypilot_setup=[make]", "checkpoint.mirror=s3://b/r"): "sky is not ins",
     ("kubernetes", "launcher.kubernetes_image=i", "launcher.kubernetes_claims={c: /}"):
         "kubectl is not installed",
     ("ray",): "no job server of Ray answers",

@@ -49,7 +49,7 @@ PROMISED = {
     "parallelism": "data tensor pipeline sequence context 3d",
     "activation_checkpointing": "none full selective offloaded",
     "tokenizer": "byte file hf",
-    "launcher": "local ssh slurm mpi kubernetes ray skypilot",
+    "launcher": "local ssh slurm mpi kubernetes ray",
     "hardware": (
         "auto cpu t4-16g rtx-4090-24g a100-40g a100-80g h100-80g h200-141g b200-192g mi300x-192g"
     ),

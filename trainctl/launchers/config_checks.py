@@ -10,12 +10,12 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from trainctl.config.hosts import HOST_NAME_HINT, chosen_hosts, is_host_name
 from trainctl.config.literal_secrets import referenced_variables
 from trainctl.config.registry import function_of
-from trainctl.config.schema import Accelerator, RunConfig
+from trainctl.config.schema import RunConfig
 from trainctl.config.secrets import names_in
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.hardware import Hardware
@@ -34,18 +34,6 @@ NO_IMAGE, BAD_NAME = "TC164", "TC166"
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 FEW_HOSTS = "TC163"
 NO_JOB_SERVER, TAKEN_RESOURCE = "TC510", "TC512"
-NO_ACCELERATOR, NO_LASTING_STORAGE, NO_SETUP = "TC513", "TC514", "TC515"
-_ACCELERATORS = {
-    "a100-40g": "A100",
-    "a100-80g": "A100-80GB",
-    "b200-192g": "B200",
-    "h100-80g": "H100",
-    "h200-141g": "H200",
-    "mi300x-192g": "MI300X",
-    "rtx-4090-24g": "RTX4090",
-    "t4-16g": "T4",
-}
-"""SkyPilot's names of devices, by those of `conf/hardware`."""
 _OWN_OPTIONS = ("array", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output")
 """Options of sbatch that the agents and the logs of a run depend on."""
 _LEAST_AMOUNT = 0.0001
@@ -303,72 +291,6 @@ def check_ray(config: RunConfig, hardware: Hardware) -> list[Finding]:
             Finding(rule=TAKEN_RESOURCE, key="launcher.resources", message=message, hint=hint)
         )
     return findings
-
-
-def skypilot_accelerators(config: RunConfig, hardware: Hardware) -> dict[str, int] | None:
-    """Return the devices of a machine in SkyPilot's words; None on CPUs, or without a name."""
-    from trainctl.options.launcher.skypilot import SkypilotConfig
-
-    device = re.sub(r"^(\d+x)+", "", hardware.name)
-    name = section_of(config, SkypilotConfig).skypilot_accelerator or _ACCELERATORS.get(device)
-    if hardware.accelerator is Accelerator.cpu or name is None:
-        return None
-    return {name: hardware.devices_per_node}
-
-
-def check_skypilot(config: RunConfig, hardware: Hardware) -> list[Finding]:
-    """Return what a task lacks: devices, trainctl, and storage that outlives its machines."""
-    from trainctl.options.launcher.skypilot import SkypilotConfig
-
-    launcher = section_of(config, SkypilotConfig)
-    folder, mirror = launcher.skypilot_folder, config.checkpoint.mirror
-    on_volume = any(PurePosixPath(folder).is_relative_to(p) for p in launcher.skypilot_volumes)
-    is_mirrored = mirror is not None and not mirror.startswith("file:")
-    found: list[tuple[str, str, str, str]] = []
-    if (
-        hardware.accelerator is not Accelerator.cpu
-        and skypilot_accelerators(config, hardware) is None
-    ):
-        message = f"SkyPilot's name of the device of hardware.name={hardware.name} is not known"
-        hint = "launcher.skypilot_accelerator=NAME, one of those that `sky gpus list` shows"
-        found.append((NO_ACCELERATOR, "launcher.skypilot_accelerator", message, hint))
-    if hardware.nodes > 1 and not on_volume:
-        message = f"{folder} is on no volume, and {hardware.nodes} nodes share the run directory"
-        hint = "launcher.skypilot_volumes={/mnt/runs: NAME} launcher.skypilot_folder=/mnt/runs"
-        found.append((NO_LASTING_STORAGE, "launcher.skypilot_volumes", message, hint))
-    elif config.trains_itself and not (on_volume or is_mirrored):
-        message = "nothing of the run would outlive its machine"
-        hint = "checkpoint.mirror=s3://BUCKET/FOLDER, or launcher.skypilot_folder on a volume"
-        found.append((NO_LASTING_STORAGE, "checkpoint.mirror", message, hint))
-    if not launcher.skypilot_setup and "image_id" not in launcher.skypilot_resources:
-        message = "nothing installs trainctl on the machines"
-        hint = (
-            "launcher.skypilot_setup=['pip install WHEEL'], or an image that has it: "
-            "launcher.skypilot_resources={image_id: docker:IMAGE}"
-        )
-        found.append((NO_SETUP, "launcher.skypilot_setup", message, hint))
-    taken = {
-        "infra": "skypilot_infra",
-        "accelerators": "skypilot_accelerator",
-        "use_spot": "skypilot_use_spot",
-        "job_recovery": "max_restarts",
-    }
-    for name in sorted(taken.keys() & launcher.skypilot_resources.keys()):
-        message = f"launcher.skypilot_resources has {name}, which another key sets"
-        hint = f"launcher.{taken[name]}"
-        found.append((TAKEN_RESOURCE, "launcher.skypilot_resources", message, hint))
-    if not re.fullmatch(r"/?\w[\w./@+-]*", folder):
-        message = f"launcher.skypilot_folder={folder!r} is no plain path"
-        found.append((UNSAFE_WORD, "launcher.skypilot_folder", message, "as in /mnt/runs"))
-    words = [
-        ("launcher.skypilot_infra", launcher.skypilot_infra),
-        ("launcher.skypilot_accelerator", launcher.skypilot_accelerator),
-    ]
-    return [
-        *(Finding(rule=rule, key=key, message=text, hint=hint) for rule, key, text, hint in found),
-        *check_words(words),
-        *check_programs([("launcher.skypilot_python", launcher.skypilot_python)]),
-    ]
 
 
 def check_mpi(config: RunConfig, hardware: Hardware) -> list[Finding]:

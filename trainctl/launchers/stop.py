@@ -350,8 +350,7 @@ _FORCE_PATIENCE_SECONDS = 60.0
 
 
 def ask_to_stop(run: RunPaths, *, now: bool = False) -> str:
-    """Ask the launch of a live run to stop; cancel a job whose launcher is not known to run: it
-    waits, or runs on machines with a run directory of their own (SkyPilot).
+    """Ask the launch of a live run to stop; cancel a job whose launcher is not known to run.
 
     Returns what happens now, in words. With `now` the run ends at once, without saving.
     """

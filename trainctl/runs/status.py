@@ -118,7 +118,7 @@ class SchedulerJob:
     """A scheduler's job that runs an attempt."""
 
     kind: str
-    """The launcher: `slurm`, `kubernetes`, `ray`, `skypilot`."""
+    """The launcher: `slurm`, `kubernetes`, `ray`."""
     id: str
     """The scheduler's job id, such as `4711` or `4711_3` (an array's task)."""
     submitted: float

@@ -258,7 +258,6 @@ _NODE_VARIABLES = (
     "OMPI_COMM_WORLD_RANK",  # mpirun of Open MPI
     "PMI_RANK",  # mpirun of MPICH
     "JOB_COMPLETION_INDEX",  # indexed job of Kubernetes
-    "SKYPILOT_NODE_RANK",
 )
 
 
