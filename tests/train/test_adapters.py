@@ -14,9 +14,11 @@ from fork_server import RanksFailed
 from parity_cases import Difference
 from rank_processes import Case, curve, tiny_plan, train_cases, with_stop
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainctl.config.schema import DataType
+from trainctl.config.schema import DataType, TokenizerFromPath
 from trainctl.data.corpus import Corpus
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.adapter import Adapter
@@ -76,6 +78,17 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory):
     return runs
 
 
+def test_an_adapter_carries_the_tokenizer(tmp_path: Path, trained) -> None:
+    run, plan = trained["lora"]
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    section = TokenizerFromPath(kind="hf", path=str(tmp_path))
+    config = replace(plan.config, tokenizer=section)
+    written = export_adapter(config, newest(run), tmp_path / "out", dtype=torch.float32)
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {*written.files}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("b a")["input_ids"] == [1, 0]
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_peft_loads_the_adapter_and_the_merged_model_equals_it(
     tmp_path: Path, trained, base: Path, kind: str
@@ -84,6 +97,7 @@ def test_peft_loads_the_adapter_and_the_merged_model_equals_it(
     out, merged = tmp_path / "adapter", tmp_path / "merged"
     written = export_adapter(plan.config, newest(run), out, dtype=torch.float32)
     assert written.files == ["adapter_config.json", "adapter_model.safetensors"]
+    assert any(note.startswith("no tokenizer files") for note in written.notes)
     checked = check_adapter(plan.config, newest(run), out, dtype=torch.float32)
     assert checked.differences == [] and checked.difference <= checked.bound < 1e-4
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
