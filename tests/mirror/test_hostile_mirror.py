@@ -7,15 +7,26 @@ import json
 import shutil
 import time
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from mirrors import drain, mirrored_run, save_steps
 
 from trainctl import api
 from trainctl.errors import TrainctlError
 from trainctl.mirror import fetch as fetch_module
 from trainctl.mirror.fetch import fetch_run
-from trainctl.mirror.index import FileSet, index_key, newest_index, part_key, read_files
+from trainctl.mirror.index import (
+    FileSet,
+    decode_index,
+    index_key,
+    newest_index,
+    part_key,
+    read_files,
+)
 from trainctl.mirror.index import read_part as part
 from trainctl.mirror.store import Store
 from trainctl.mirror.uploader import Uploader
@@ -201,3 +212,107 @@ def test_a_dry_run_of_a_url_fetches_no_weights(url, tmp_path, monkeypatch):
         assert saved.step == 10 and copy.plan is not None
     assert weights and not weights & set(read)
     assert not copy.path.exists() and not (tmp_path / "there" / "runs").exists()
+
+
+VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 11, 10**30, 10**400, 1e300, "", "..", "/etc", "a/../../b", "a\0b", "\ud800",
+    "step-00000010", "parts/x", [], {}, [[]], {"a": None},
+)  # fmt: skip
+"""Values that take the place of others."""
+
+
+def change(data: st.DataObject, value: Any) -> Any:
+    """Return nested plain data with a value removed, repeated or replaced."""
+    value = json.loads(json.dumps(value))
+    owner = value
+    while True:
+        keys = list(owner) if isinstance(owner, dict) else range(len(owner))
+        key = data.draw(st.sampled_from(list(keys)))
+        inner = owner[key]
+        if not isinstance(inner, dict | list) or not inner or data.draw(st.booleans()):
+            break
+        owner = inner
+    kind = data.draw(st.sampled_from(["replace", "replace", "remove", "repeat"]))
+    if kind == "remove":
+        del owner[key]
+    elif kind == "repeat" and isinstance(owner, list):
+        owner.append(inner)
+    else:
+        owner[key] = data.draw(st.sampled_from(VALUES))
+    return value
+
+
+CHECKS = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
+
+
+def check_fetches(url: str, folder: Path, examples: int) -> None:
+    """Fetch from changed mirrors; what is fetched is what was sent, and nothing else is written."""
+    store = Store(url)
+    index, highest = newest_index(store)
+    plain = json.loads(json.dumps(asdict(index)))
+    sent = json.loads(json.dumps(asdict(FileSet(read_files(store, index.records)))))
+    files = read_files(store, plain["checkpoints"][0]["files"])
+    saved = json.loads(json.dumps(asdict(FileSet(files))))
+    contents = {
+        **{f"{each['name']}": each["sha256"] for each in sent["files"]},
+        **{f"checkpoints/step-00000010/{each['name']}": each["sha256"] for each in saved["files"]},
+    }
+    before = {path for path in folder.rglob("*") if "store" not in path.parts}
+
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=CHECKS)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        made = json.loads(json.dumps(plain)) | {"number": highest + 1}
+        match data.draw(st.sampled_from(["index", "records", "checkpoint"])):
+            case "index":
+                made = change(data, made)
+            case "records":
+                made["records"] = put(url, json.dumps(change(data, sent)).encode())
+            case "checkpoint":
+                made["checkpoints"][0]["files"] = put(url, json.dumps(change(data, saved)).encode())
+        content = json.dumps({**made, "sha256": digest(made)}).encode()
+        store.write(index_key(highest + 1), content)
+        target = folder / "fetched"
+        try:
+            for row in api.list_checkpoints(url):
+                time.localtime(row["saved"])
+            api.verify_checkpoints(url)
+            run = fetch_run(url, run_dir=target)
+            for name, sha256 in contents.items():
+                path = run.root / name
+                if path.is_file():
+                    assert hashlib.sha256(path.read_bytes()).hexdigest() == sha256, name
+        except TrainctlError:
+            pass
+        finally:
+            for path in folder.glob("fetched*"):
+                shutil.rmtree(path)
+        assert {path for path in folder.rglob("*") if "store" not in path.parts} == before
+
+    check()
+
+
+def test_a_changed_mirror_is_refused_or_fetched_as_it_was(url, tmp_path):
+    check_fetches(url, tmp_path, 25)
+
+
+@pytest.mark.slow
+def test_many_changed_mirrors_are_refused_or_fetched_as_they_were(url, tmp_path):
+    check_fetches(url, tmp_path, 200)
+
+
+@pytest.mark.slow
+def test_no_index_that_is_taken_says_what_cannot_be(url):
+    index, _ = newest_index(Store(url))
+    plain = json.loads(json.dumps(asdict(index)))
+
+    @settings(max_examples=2000, deadline=None, database=None, suppress_health_check=CHECKS)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        made = change(data, plain)
+        found = decode_index(json.dumps({**made, "sha256": digest(made)}).encode(), "index")
+        for each in () if found is None else found.checkpoints:
+            assert each.step == int(each.name.rpartition("-")[2]) and 0 <= each.bytes < 2**63
+            assert time.localtime(each.stored)
+
+    check()

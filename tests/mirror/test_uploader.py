@@ -94,6 +94,18 @@ def test_a_run_is_fetched_as_it_was_sent(url, tmp_path, monkeypatch):
     assert not chosen.root.exists()
 
 
+def test_a_record_whose_name_no_fetch_accepts_is_told_and_left_out(folder_url, tmp_path):
+    run = mirrored_run(tmp_path, folder_url)
+    ensure_folder(run.callbacks)
+    (run.callbacks / "good").write_text("x")
+    (run.callbacks / "bad\nname").write_text("x")
+    save_steps(run, 10)
+    with pytest.raises(TrainctlError, match="a record is not sent"):
+        drain(Uploader(run))
+    fetched = fetch_run(folder_url, run_dir=tmp_path / "fresh")
+    assert [path.name for path in fetched.callbacks.iterdir()] == ["good"]
+
+
 def test_rotation_applies_to_the_mirror_and_leaves_nothing(folder_url, tmp_path):
     run = mirrored_run(tmp_path, folder_url, "checkpoint.best_of=loss")
     uploader = Uploader(run)

@@ -52,6 +52,7 @@ from trainctl.runs.mirror_state import (
     write_mirror_state,
 )
 from trainctl.runs.records import record_files
+from trainctl.untrusted import safe_path
 
 RECORDS = (
     "config.yaml",
@@ -383,7 +384,17 @@ class Uploader:
         root = self._run.root
         found = [path for glob in RECORDS for path in sorted(root.glob(glob)) if path.is_file()]
         found += [path for path in record_files(self._run.events) if path.exists()]
-        return [path for path in found if not any(part.endswith(".tmp") for part in path.parts)]
+        found = [path for path in found if not any(part.endswith(".tmp") for part in path.parts)]
+        return [path for path in found if self._has_safe_name(path)]
+
+    def _has_safe_name(self, path: Path) -> bool:
+        """Return True for a name that a fetch accepts; another one is a problem of the mirror."""
+        try:
+            safe_path(Path(), path.relative_to(self._run.root).as_posix())
+        except ValueError as error:
+            self._damaged = f"a record is not sent: {error}"
+            return False
+        return True
 
     def _record_signature(self) -> Signature:
         return _signature(self._run.root, self._record_paths())

@@ -13,6 +13,7 @@ so of every run (`trainctl.models.anatomy`).
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,8 @@ def weight_map(folder: Path) -> dict[str, str]:
     """
     path = folder / INDEX
     try:
+        if path.stat().st_size > MOST_HEADER_BYTES:
+            raise _unreadable_error(path, f"has more than {MOST_HEADER_BYTES:,} bytes")
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     except OSError as error:
         raise _unreadable_error(path, f"cannot be read: {error.strerror}") from None
@@ -135,10 +138,15 @@ def weight_map(folder: Path) -> dict[str, str]:
     return files
 
 
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe, which has no bytes yet, is opened at once."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_without_waiting) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
                 raise _unreadable_error(
@@ -176,7 +184,7 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int, 
     try:
         tensor = StoredTensor(path.name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
         start, end = map(int, entry["data_offsets"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise _unreadable_error(path, f"has a broken entry for {name}") from None
     is_known = tensor.dtype in WIDTHS
     if start < 0 or min(tensor.shape, default=0) < 0 or end < start:

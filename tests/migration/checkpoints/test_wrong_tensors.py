@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -245,6 +246,25 @@ def test_files_beside_the_tensors_have_limits(tmp_path, plan, shapes, file, cont
         known = {"binary": b"\xff\xfe\x00", "away": b"../../elsewhere", "empty": b""}
         (folder / file).write_bytes(known[content])
     assert_refused(folder, plan, file.replace(".", r"\."), tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["deepspeed", "universal", "trainer", "sharded"])
+def test_a_pipe_is_not_waited_for(tmp_path, plan, shapes, kind):
+    folder = tmp_path / "source"
+    if kind == "deepspeed":
+        file = deepspeed_files.save(folder, shapes, stage=1, ranks=1) / (
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        )
+    elif kind == "universal":
+        file = universal(folder, shapes) / "zero" / NORM / "fp32.pt"
+    else:
+        file = trainer(folder, shapes) / "model.safetensors"
+        if kind == "sharded":
+            index = {"weight_map": dict.fromkeys(shapes[0], file.name)}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    file.unlink()
+    os.mkfifo(file)
+    assert_refused(folder, plan, str(folder), tmp_path / "run")
 
 
 def test_a_compressed_pickle_is_not_inflated(tmp_path):

@@ -8,7 +8,6 @@ The states of the optimizer have the names of the weights, after `optimizer.stat
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trainctl.config.reading import read_json
 from trainctl.errors import RunStateError
 from trainctl.migration.checkpoints.dcp import DcpFolder
 from trainctl.migration.checkpoints.source import Source, SourceProgress
@@ -432,7 +432,7 @@ def open_source(directory: Path) -> MegatronSource:
 def _backend(directory: Path) -> str | None:
     """Return the format that metadata.json names; None without a readable one."""
     try:
-        found = json.loads((directory / "metadata.json").read_text())
+        found = read_json(directory / "metadata.json")
         return str(found["sharded_backend"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

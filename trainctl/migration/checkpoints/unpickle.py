@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trainctl.config.reading import read_bytes
+from trainctl.config.reading import open_file, read_bytes
 from trainctl.errors import RunStateError, TrainctlError
 from trainctl.migration.record import Record
 from trainctl.untrusted import safe_name
@@ -237,7 +237,7 @@ class TorchFile:
             self._start, length = span or (0, path.stat().st_size)
             self._end = self._start + length
             with (
-                path.open("rb") as file,
+                open_file(path) as file,
                 zipfile.ZipFile(_Span(file, self._start, length)) as archive,
             ):
                 self._entries = {
@@ -292,7 +292,7 @@ class TorchFile:
     def _data_offset(self, entry: zipfile.ZipInfo) -> int:
         """Return where an entry's bytes begin: after its local header, name and extra field."""
         start = self._start + entry.header_offset
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(start)
             header = file.read(30)
         if len(header) < 30 or not header.startswith(b"PK\x03\x04"):
