@@ -93,30 +93,32 @@ def read_facts(path: Path) -> TokenizerFacts:
     mask = next((vocabulary[token] for token in named if token in vocabulary), None)
     try:
         begin = _begin_of_text(content.get("post_processor"))
+        if not all(isinstance(text, str) and isinstance(number, int) for text, number in begin):
+            raise TypeError
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise _malformed_error(path, "has a post_processor that cannot be read") from None
-    begins = {"begin_of_text": tuple(begin.values()), "begin_tokens": tuple(begin)}
+    ids, tokens = tuple(number for _, number in begin), tuple(token for token, _ in begin)
     for token, number, found_in in _end_candidates(path, vocabulary):
-        return TokenizerFacts(size, number, token, found_in, mask, **begins)
-    return TokenizerFacts(size, mask_token=mask, **begins)
+        return TokenizerFacts(size, number, token, found_in, mask, ids, tokens)
+    return TokenizerFacts(size, mask_token=mask, begin_of_text=ids, begin_tokens=tokens)
 
 
-def _begin_of_text(processor: Any) -> dict[str, int]:
+def _begin_of_text(processor: Any) -> list[tuple[str, int]]:
     """Return the tokens that a post-processor puts before a single text, with their ids."""
     if not isinstance(processor, dict):
-        return {}
+        return []
     if processor.get("type") == "Sequence":
-        found = (_begin_of_text(each) for each in reversed(processor["processors"]))
-        return next(filter(None, found), {})
+        parts = [_begin_of_text(each) for each in reversed(processor["processors"])]
+        return next(filter(None, parts), [])
     if processor.get("type") in ("BertProcessing", "RobertaProcessing"):
         token, number = processor["cls"]
-        return {token: number}
-    found = {}
+        return [(token, number)]
+    found: list[tuple[str, int]] = []
     for piece in processor.get("single") or ():
         if "SpecialToken" not in piece:
             break
         special = processor["special_tokens"][piece["SpecialToken"]["id"]]
-        found |= dict(zip(special["tokens"], special["ids"], strict=True))
+        found += zip(special["tokens"], special["ids"], strict=True)
     return found
 
 
