@@ -1,8 +1,8 @@
 """Specification of a callback, its hooks, and what the training loop gives them. No torch.
 
 A callback is a class with some of the hooks of `Callback`. `trainctl.train.callbacks` calls them on
-the ranks, in a declared order: trainctl's own callbacks first, then the user's in the order of
-`callbacks=[a,b]`, and last those that compare ranks and save.
+the ranks, in a declared order: after a step the records and the checkpoint that is due, then the
+evaluation, then the user's callbacks in the order of `callbacks=[a,b]`.
 """
 
 from __future__ import annotations
