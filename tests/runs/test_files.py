@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import stat
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import TINY
+from made_runs import new_run
 
+import trainctl as tc
+from trainctl.runs.directory import new_attempt, read_plan
 from trainctl.runs.files import (
     remove_stale_temporary,
     temporary_folder,
@@ -19,6 +24,7 @@ from trainctl.runs.files import (
     write_json,
     write_text,
 )
+from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter, read_events
 
 
@@ -128,3 +134,34 @@ def test_temporary_folders_of_killed_processes_are_removed(tmp_path, monkeypatch
         with temporary_folder() as other:
             assert held.is_dir() and other.is_dir()
     assert list(tmp_path.iterdir()) == [foreign]
+
+
+def test_a_launch_sweeps_what_killed_writers_left(tmp_path):
+    run = new_run(tmp_path / "run")
+    loggers = run.companion("tensorboard").folder
+    loggers.mkdir()
+    old = [run.root / ".status.json.1.tmp", loggers / ".mirror.json.1.tmp"]
+    recent = loggers / ".mirror.json.2.tmp"  # another process may be writing it
+    for path in (*old, recent):
+        path.write_text("half")
+    for path in old:
+        os.utime(path, (0, 0))
+    new_attempt(run, read_plan(run.attempt(1).plan))
+    assert not any(path.exists() for path in old) and recent.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("preloaded")
+def test_every_file_of_a_run_is_its_owners_alone(tmp_path):
+    before = os.umask(0o022)
+    try:
+        steps = ("training.steps=2", "checkpoint.every_steps=2")
+        made = tc.launch(*TINY, *steps, run_dir=tmp_path / "run")
+    finally:
+        os.umask(before)
+    open_to_others = [
+        str(path.relative_to(made.path))
+        for path in made.path.rglob("*")
+        if stat.S_IMODE(path.lstat().st_mode) & 0o077 and not path.is_symlink()
+    ]
+    assert RunPaths(made.path).checkpoints.is_dir() and open_to_others == []

@@ -151,7 +151,9 @@ class DeepSpeedSource(Source):
         self._facts: dict[str, Any] = self._models[0].content
         if "module" not in self._facts or "ds_version" not in self._facts:
             raise damaged(models[0], "it is no model state of DeepSpeed")
-        self._weights = _tensors(self._facts["module"])
+        # At ZeRO 3 the module has empty tensors in place of the partitioned ones.
+        module = _tensors(self._facts["module"])
+        self._weights = {name: tensor for name, tensor in module.items() if tensor.numel}
         self._segments: dict[str, list[Segment]] = {}
         self.shapes: dict[str, Shape] = {}
         optimizer = self._optimizer_state()
