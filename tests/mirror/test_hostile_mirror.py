@@ -310,7 +310,11 @@ def test_no_index_that_is_taken_says_what_cannot_be(url):
     @given(st.data())
     def check(data: st.DataObject) -> None:
         made = change(data, plain)
-        found = decode_index(json.dumps({**made, "sha256": digest(made)}).encode(), "index")
+        try:
+            found = decode_index(json.dumps({**made, "sha256": digest(made)}).encode(), "index")
+        except TrainctlError as error:
+            assert "newer trainctl" in error.message
+            return
         for each in () if found is None else found.checkpoints:
             assert each.step == int(each.name.rpartition("-")[2]) and 0 <= each.bytes < 2**63
             assert time.localtime(each.stored)

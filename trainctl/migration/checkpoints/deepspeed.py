@@ -104,9 +104,9 @@ def open_source(directory: Path) -> Source:
         raise damaged(shards[lonely[0]][0], "the weights of its model-parallel rank are missing")
     ranks = [DeepSpeedSource(directory, models[rank], shards.get(rank, [])) for rank in models]
     size = ranks[0].model_parallel_size
-    missing = [rank for rank in range(size) if rank not in models]
-    if missing:
-        name = models[min(models)][0].name.replace(f"{min(models):02d}_m", f"{missing[0]:02d}_m")
+    missing = next((rank for rank in range(size) if rank not in models), None)
+    if missing is not None:
+        name = models[min(models)][0].name.replace(f"{min(models):02d}_m", f"{missing:02d}_m")
         raise damaged(folder / name, f"it is missing: {size} model-parallel ranks saved")
     if size == 1:
         return ranks[0]

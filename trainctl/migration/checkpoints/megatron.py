@@ -381,7 +381,7 @@ def _layers(key: str, shape: tuple[int, ...], number: str | None) -> Iterator[tu
     if number is not None:
         yield int(number), _Part(key=key, start=0, stored=shape)
         return
-    for layer in range(shape[0]):
+    for layer in range(shape[0] if math.prod(shape) else 0):
         inner = shape[1:]
         yield layer, _Part(key=key, start=layer * math.prod(inner), stored=inner)
 
