@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from mirrors import drain, mirrored_run, save_steps
 
 from trainctl import api
+from trainctl.cli.console import print_table
+from trainctl.cli.main import run as trainctl_command
 from trainctl.errors import TrainctlError
 from trainctl.mirror import fetch as fetch_module
 from trainctl.mirror.fetch import fetch_run
@@ -320,3 +322,18 @@ def test_no_index_that_is_taken_says_what_cannot_be(url):
             assert time.localtime(each.stored)
 
     check()
+
+
+def test_a_dry_run_by_the_command_leaves_nothing(url, tmp_path, capfd):
+    before = sorted(tmp_path.rglob("*"))
+    assert trainctl_command(["resume", url, "--dry-run"]) == 0
+    assert "resuming" in capfd.readouterr().err and sorted(tmp_path.rglob("*")) == before
+    assert trainctl_command(["resume", url, "--dry-run", "--prove"]) == 2
+
+
+def test_forty_thousand_checkpoints_are_listed_in_seconds(capfd):
+    began = time.process_time()
+    print_table(("step", "saved"), ((f"{n}", "today") for n in range(40_000)), right=(0,))
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 40_001 and lines[1] == "    0  today"
+    assert time.process_time() - began < 5

@@ -164,12 +164,14 @@ MOST_FITTED_ROWS = 1000
 def _print_columns(rows: Sequence[Sequence[str]], right: set[int]) -> None:
     """Print a long table, whose cells are not wrapped."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
     for row in rows:
         cells = [
             cell.rjust(width) if index in right else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        print_data(to_printable("  ".join(cells).rstrip()))
+        lines.append(to_printable("  ".join(cells).rstrip()))
+    print_data("\n".join(lines))
 
 
 def print_table(
