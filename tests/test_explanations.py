@@ -174,13 +174,53 @@ def test_explain_says_it_in_words_and_as_json(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(
     ("word", "near"),
-    [("TC24", "TC024"), ("evaluaton", "evaluation"), ("device", "device_memory"), ("24", "TC024")],
+    [("TC24", "TC024"), ("evaluaton", "evaluation"), ("24", "TC024")],
 )
 def test_an_unknown_word_has_the_nearest(
     word: str, near: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["explain", word]) == ExitCode.bad_input
     assert f"did you mean {near}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("phrase", "found"),
+    [
+        ("wandb", {"logging.wandb.project", "docs/metrics.md#weights--biases"}),
+        ("docker", {"docs/install.md#container"}),
+        ("learning rate per layer", {"optimizer.layer_lr_decay", "docs/optimizers.md"}),
+        ("optimizer.lr", {"optimizer.lr"}),
+        ("muon", {"optimizer=muon", "docs/optimizers.md"}),
+        ("device", {"device_memory", "hardware.device_memory_bytes"}),
+        ("devices per node", {"hardware.devices_per_node"}),
+        ("GPUs per node", {"hardware.devices_per_node"}),
+        ("max_steps", {"training.steps"}),
+        ("filter of web pages fineweb", {"docs/data-quality.md"}),
+    ],
+)
+def test_other_words_are_looked_for_among_keys_options_and_pages(
+    phrase: str, found: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["explain", *phrase.split(), "--json"]) == 0
+    explanations = json.loads(capsys.readouterr().out)["explanations"]
+    shown = {each[name] for each in explanations for name in ("word", "address")}
+    shown |= {each["address"].partition("#")[0] for each in explanations}
+    assert found <= shown
+    if "." in phrase:
+        assert explanations[0]["word"] == phrase
+    for each in explanations:
+        path, _, anchor = each["address"].partition("#")
+        headings = re.findall(r"^#+ (?:Exit code )?(.+)$", (ROOT / path).read_text(), re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings}
+        assert anchor in slugs, each["address"]
+
+
+def test_config_why_names_what_explain_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["wandb"], ["wandb", "recipe=tiny"]):
+        assert run(["config", "why", *words]) == ExitCode.bad_input
+        assert "`trainctl explain wandb` finds" in capsys.readouterr().err
+    assert run(["config", "why", "docker", "recipe=tiny"]) == ExitCode.bad_input
+    assert "launcher.skypilot_resources" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["\u00b2", "\u0663\u0663\u0663", "1" * 5000])

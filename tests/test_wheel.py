@@ -61,7 +61,9 @@ def test_configuration_is_inside(wheel: Path) -> None:
     for folder in ("conf", "recipes"):
         for path in (ROOT / folder).rglob("*.yaml"):
             assert f"trainctl/_shipped/{path.relative_to(ROOT).as_posix()}" in names
-    assert {f"trainctl/_shipped/docs/{page}.md" for page in PAGES} <= names
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")}
+    pages |= {f"docs/{page}.md" for page in PAGES}
+    assert {f"trainctl/_shipped/{page}" for page in pages} <= names
     examples = (ROOT / EXAMPLES).glob("[!_]*/*.*")
     assert {path.relative_to(ROOT).as_posix() for path in examples} <= names
     for path in (ROOT / "trainctl").rglob("assets/**/*"):

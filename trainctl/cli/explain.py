@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from textwrap import fill
 from typing import Annotated
 
@@ -10,7 +12,9 @@ import typer
 
 from trainctl.cli.arguments import Json
 from trainctl.cli.console import print_data, print_json
+from trainctl.errors import TrainctlError
 from trainctl.rules.handbook import RULE, Meaning, find_meanings, known_words, page_address
+from trainctl.rules.keyword_search import find_by_keywords
 
 _WIDTH = 100
 
@@ -24,7 +28,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="WORD...",
-        help="Rule (TC024), kind of record, cause of a failure, or exit code; default: all.",
+        help="Rule (TC024), kind of record, cause of a failure, exit code, or what to look for "
+        "among keys and pages; default: all rules, records, causes and codes.",
         autocompletion=complete_word,
     ),
 ]
@@ -33,9 +38,12 @@ Words = Annotated[
 def explain(words: Words = None, as_json: Json = False) -> None:
     """Say what a rule, a record, a cause of a failure or an exit code means, and what to do.
 
-    Examples: trainctl explain TC024; trainctl explain intervention; trainctl explain exit code 75
+    Other words are looked for among the keys, the options and the pages of the documentation.
+
+    Examples: trainctl explain TC024; trainctl explain intervention; trainctl explain exit code 75;
+    trainctl explain wandb; trainctl explain learning rate per layer
     """
-    found = find_meanings(words or [])
+    found = _found(words or [])
     if as_json:
         print_json({"schema": 1, "explanations": [_to_json(each) for each in found]})
     elif not words:
@@ -43,6 +51,24 @@ def explain(words: Words = None, as_json: Json = False) -> None:
             print_data(f"{each.word:<22} {each.meaning}")
     else:
         print_data("\n\n".join("\n".join(_meaning_lines(each)) for each in found))
+
+
+def _found(words: list[str]) -> list[Meaning]:
+    """Return the meanings of known words, else what the whole phrase finds.
+
+    Raises:
+        TrainctlError: Nothing is found; the error names the nearest word.
+    """
+    try:
+        return find_meanings(words)
+    except TrainctlError:
+        # A rule or exit code that is not there is no phrase.
+        code = r"(?:tc)?\d+|exit|code|rule"
+        is_code = all(re.fullmatch(code, word, re.IGNORECASE) for word in words)
+        found = [] if is_code else find_by_keywords(" ".join(words))
+        if not found:
+            raise
+        return [replace(each, cause="", cure="", typed="", printed=(), files={}) for each in found]
 
 
 def _meaning_lines(found: Meaning) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from trainctl.config.compose import ComposedConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.launchers.planning import compose_target, plan_config
+from trainctl.rules.keyword_search import find_by_keywords
 from trainctl.tuning.config_diff import ComparedConfig, json_config, planned_config
 from trainctl.tuning.value_explanation import Explanation, explain_known
 
@@ -23,7 +24,10 @@ def explain_value(key: str, composed: ComposedConfig) -> Explanation:
         return explain_known(key, planned.composed, made)
     except TrainctlError:
         if made is None:
-            raise TrainctlError.from_findings(planned.findings) from None
+            error = TrainctlError.from_findings(planned.findings)
+            if find_by_keywords(key.replace(".", " ")):
+                error.hint = f"`trainctl explain {key}` finds keys and pages"
+            raise error from None
         raise
 
 

@@ -78,10 +78,14 @@ class Meaning:
     """Remedy; empty where none is needed."""
     fields: dict[str, str] | None = None
     """Meaning of each field of a record; None for other kinds."""
+    heading: str = ""
+    """Heading above the word on its page, if it is not the word itself."""
 
     @property
     def anchor(self) -> str:
         """Anchor of the word on its page."""
+        if self.heading:
+            return re.sub(r"[^\w -]", "", self.heading.lower()).replace(" ", "-")
         if self.kind != EXIT_CODE:
             return self.word.lower()
         return f"exit-code-{self.word}" if self.word in _sections_by_word() else "exit-codes"
@@ -143,7 +147,7 @@ def _find_meaning(word: str) -> Meaning:
         rule = f"TC{int(number[1]):03}" if number else ""
         hint = did_you_mean([rule] if rule in known else nearest_names(word, known))
         raise TrainctlError(
-            f"there is no rule, record, cause or exit code {word!r}",
+            f"there is no rule, record, cause, exit code, key or page of {word!r}",
             hint=hint or "`trainctl explain` lists all",
         )
     return found
@@ -167,7 +171,7 @@ def hint_line(words: list[str]) -> str:
     return f"{command}, {where.partition('#')[0] if len(words) > 1 else where}"
 
 
-def _docs_folder() -> Path:
+def docs_folder() -> Path:
     """Return the folder of the pages: in the package, else in the repository."""
     package = Path(__file__).parents[1]
     inside = package / "_shipped" / "docs"
@@ -194,7 +198,7 @@ def _sections_by_word() -> dict[str, _Section]:
 
 
 def _page_sections(page: str) -> Iterator[_Section]:
-    text = (_docs_folder() / f"{page}.md").read_text(encoding="utf-8")
+    text = (docs_folder() / f"{page}.md").read_text(encoding="utf-8")
     headings = list(_HEADING.finditer(text))
     ends = [each.start() for each in headings[1:]] + [len(text)]
     kind = _KINDS.get(page, RULE)
@@ -219,19 +223,19 @@ def _section_meaning(section: _Section) -> Meaning:
             typed = lines.pop(0).removeprefix("$ ") if lines[0].startswith("$ ") else ""
             found = replace(found, typed=typed, printed=tuple(lines))
         elif title := _TITLE.fullmatch(prose):
-            found = replace(found, meaning=_plain_text(title[1]), severity=title[2] or "")
+            found = replace(found, meaning=plain_text(title[1]), severity=title[2] or "")
         elif name := re.fullmatch("`([^`]+)`:", prose):
             path = name[1]
         elif label in ("*Why", "*Cause"):
-            found = replace(found, cause=_plain_text(rest))
+            found = replace(found, cause=plain_text(rest))
         elif label == "*Example":
             found = replace(found, situation=rest.removesuffix(":"))
         elif label == "*What to do":
-            found = replace(found, cure=_plain_text(rest))
+            found = replace(found, cure=plain_text(rest))
         elif prose.startswith("- `"):
             found = replace(found, fields=_listed_fields(prose.splitlines()))
         else:
-            found = replace(found, meaning=_plain_text(prose))
+            found = replace(found, meaning=plain_text(prose))
     return replace(found, kind=f"{RULE}, {found.severity}") if found.kind == RULE else found
 
 
@@ -239,11 +243,11 @@ def _listed_fields(lines: Iterable[str]) -> dict[str, str]:
     """Return the fields that a list names, several of them in an item, with their meaning."""
     items = filter(None, map(_ITEM.fullmatch, lines))
     return {
-        name: _plain_text(item[2] or "") for item in items for name in re.findall(r"\w+", item[1])
+        name: plain_text(item[2] or "") for item in items for name in re.findall(r"\w+", item[1])
     }
 
 
-def _plain_text(text: str) -> str:
+def plain_text(text: str) -> str:
     """Return Markdown as text in one line: only code keeps its backslashes."""
     parts = " ".join(text.split("\n")).split("`")
     parts[::2] = [re.sub(r"\\([|*_<])", r"\1", part) for part in parts[::2]]

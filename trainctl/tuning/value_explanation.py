@@ -25,6 +25,7 @@ from trainctl.config.suggest import nearest_names
 from trainctl.errors import TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.plans.types import RunPlan
+from trainctl.rules.keyword_search import KEY, find_by_keywords
 from trainctl.rules.resolve import resolve
 
 
@@ -183,7 +184,11 @@ def unknown_key_error(key: str, composed: ComposedConfig, plan: RunPlan | None) 
     # A short key, such as `lr`, is most likely the end of a longer one.
     near = [name for name in known if name.rpartition(".")[2] == key] or nearest_names(key, known)
     near = list(dict.fromkeys(near))
-    hint = f"did you mean {', '.join(near)}?" if near else "trainctl config show lists the keys"
+    elsewhere = [] if near else find_by_keywords(key.replace(".", " "))
+    keys = [each.word for each in elsewhere if each.kind == KEY][:3]
+    hint = f"did you mean {', '.join(near or keys)}?" if near or keys else ""
+    hint += f" `trainctl explain {key}` finds more" if elsewhere else ""
+    hint = hint.strip() or "trainctl config show lists the keys"
     return TrainctlError(f"there is no key or quantity {key}", hint=hint)
 
 
