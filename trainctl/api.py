@@ -1742,19 +1742,8 @@ class Checkpoint:
             TrainctlError: The checkpoint is damaged (5), the folder is not empty (2), or the upload
                 failed (4), of which nothing is committed then.
         """
-        from trainctl.config.quantities import in_unit, suffixes
-        from trainctl.config.suggest import join_alternatives
         from trainctl.launchers.export import export
 
-        size = None
-        if shard_size is not None:
-            size = in_unit(str(shard_size), "bytes", is_count=True)
-            if size is None or size < 1:
-                names = join_alternatives(suffixes("bytes", is_count=True))
-                raise TrainctlError(
-                    f"--shard-size {shard_size} is no size",
-                    hint=f"a number of bytes, or with {names} behind it: --shard-size 2GB",
-                )
         return export(
             self._choice(weights, "auto", progress),
             _folder(out),
@@ -1762,7 +1751,7 @@ class Checkpoint:
             public=public,
             dtype=dtype,
             adapter=adapter,
-            shard_bytes=None if size is None else int(size),
+            shard_bytes=None if shard_size is None else _size_in_bytes(shard_size),
             check=check,
             card=card,
         )
@@ -1902,6 +1891,25 @@ class Checkpoint:
             progress=progress or _ignore,
             warn=self._warn or warnings.warn,
         )
+
+
+def _size_in_bytes(shard_size: str | int) -> int:
+    """Return the size of a weights file, which may have a unit.
+
+    Raises:
+        TrainctlError: It is no size.
+    """
+    from trainctl.config.quantities import in_unit, suffixes
+    from trainctl.config.suggest import join_alternatives
+
+    size = in_unit(str(shard_size), "bytes", is_count=True)
+    if size is None or size < 1:
+        names = join_alternatives(suffixes("bytes", is_count=True))
+        raise TrainctlError(
+            f"--shard-size {shard_size} is no size",
+            hint=f"a number of bytes, or with {names} behind it: --shard-size 2GB",
+        )
+    return int(size)
 
 
 def load(

@@ -19,7 +19,9 @@ _COUNTS |= {"b": 10**9, "g": 10**9, "bn": 10**9, "billion": 10**9, "t": 10**12, 
 
 
 _TIMES = ("s", "min", "h", "d")
-_SUFFIXES = {"bytes": ("kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
+_SUFFIXES: dict[str, tuple[str, ...]] = {
+    "bytes": ("kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
+}
 _SUFFIXES |= {"seconds": _TIMES, "minutes": _TIMES}
 
 
