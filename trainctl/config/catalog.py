@@ -12,6 +12,7 @@ from trainctl.config.schema import GROUPS, LIST_GROUPS
 from trainctl.config.suggest import UNSUPPORTED_OPTIONS, did_you_mean, nearest_names
 from trainctl.config.yaml_files import leading_comment, read_document
 from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.models.local_path import local_path
 
 BASE = "base"
 OPEN = "auto"
@@ -264,7 +265,7 @@ def ignored_yml_files(folders: list[Folder]) -> list[Finding]:
 
 
 def _config_dir(given: Path) -> list[Folder]:
-    folder = given.expanduser().absolute()
+    folder = local_path(given).absolute()
     if not folder.is_dir():
         raise TrainctlError(
             f"--config-dir {given} is not a folder", hint="give a folder of conf/ and recipes/"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trainctl.errors import TrainctlError
+from trainctl.models.local_path import local_path
 
 HOST_NAME_HINT = (
     "letters, digits, dots and dashes, as in node-1, node1.example.org or user@10.0.0.1"
@@ -66,7 +67,7 @@ def chosen_hosts(launcher: HostChoice, nodes: int, devices_per_node: int) -> tup
         TrainctlError: The hostfile is missing or malformed, or the hosts left are not `nodes`.
     """
     if launcher.hostfile is not None:
-        hosts = read_hostfile(Path(launcher.hostfile).expanduser())
+        hosts = read_hostfile(local_path(launcher.hostfile))
     else:
         hosts = [Host(name) for name in launcher.hosts]
     if launcher.include is not None:

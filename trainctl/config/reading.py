@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from trainctl.models.local_path import local_path as local_path
+
 MOST_BYTES = 64 << 20
 """Maximum size of a file written by trainctl: a plan for ten thousand nodes takes a few MiB."""
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 from trainctl.config.extras import install_command
 from trainctl.errors import MachineError, TrainctlError, describe_exception
+from trainctl.models.local_path import local_path
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -112,7 +113,7 @@ def register_options(config_dir: Path, *, is_trusted: bool) -> None:
         TrainctlError: The folder has Python options, and nothing allows them; or other options
             were asked for already.
     """
-    folder = config_dir.expanduser().absolute() / "options"
+    folder = local_path(config_dir).absolute() / "options"
     code = option_files(folder)
     if not code or folder == trusted_folder():
         return
@@ -167,7 +168,7 @@ def trust_folder(folder: Path) -> None:
 def trusted_folder() -> Path | None:
     """Return the user's folder that options are taken from, if there is one."""
     named = os.environ.get(FOLDER_VARIABLE)
-    return Path(named).expanduser().absolute() if named else None
+    return local_path(named).absolute() if named else None
 
 
 def trusted_folder_variable() -> dict[str, str]:

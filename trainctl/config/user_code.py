@@ -25,6 +25,7 @@ from trainctl.config.registry import kind_of, load_spec, unit_groups, user_optio
 from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import did_you_mean, nearest_names, words
 from trainctl.errors import Finding, Severity, TrainctlError
+from trainctl.models.local_path import local_path
 
 if TYPE_CHECKING:
     from trainctl.config.compose import ComposedConfig
@@ -68,7 +69,7 @@ def with_script_arguments(composed: ComposedConfig, words: list[str] | None) -> 
         before = layers.get("script_arguments", ())
         layers["script_arguments"] = (*before, Layer(WORDS, words))
     if config.script is not None:
-        config = replace(config, script=str(Path(config.script).expanduser().absolute()))
+        config = replace(config, script=str(local_path(config.script).absolute()))
     return replace(composed, config=config, layers=layers)
 
 
@@ -125,7 +126,7 @@ def check_user_code(config: RunConfig, folder: Path | None = None) -> list[Findi
 def _check_script(config: RunConfig) -> Iterator[Finding]:
     if config.script is None:
         return
-    path = Path(config.script).expanduser()
+    path = local_path(config.script)
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         hint = "give the path of a program; its arguments go behind --"

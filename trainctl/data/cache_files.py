@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.errors import MachineError, TrainctlError
+from trainctl.models.local_path import local_path
 from trainctl.readers.remote import Notify, is_url
 from trainctl.runs.files import open_lock
 
@@ -36,7 +37,7 @@ def cache_folder() -> Path:
             hint=f"name a folder; data prepare --to {explicit} writes the finished corpus there",
         )
     named = explicit or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/trainctl"
-    return Path(named).expanduser().absolute()
+    return local_path(named).absolute()
 
 
 @contextmanager

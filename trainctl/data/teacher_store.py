@@ -27,6 +27,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.data.cache_files import map_array
 from trainctl.data.tokenizer import FileTokenizer, Tokenizer, dtype_for, load_tokenizer
 from trainctl.errors import MachineError, TrainctlError
+from trainctl.models.local_path import is_there, local_path
 from trainctl.options.objective.distill import DistillConfig
 from trainctl.readers.files import digest_of
 from trainctl.runs.attempts import config_of
@@ -219,8 +220,8 @@ def check_teacher(config: RunConfig, student: Tokenizer) -> None:
     objective = config.objective
     if not isinstance(objective, DistillConfig) or objective.teacher is None:
         return
-    path = Path(objective.teacher).expanduser()
-    if not path.exists():  # the run has what it needs of it, or names it where it does not
+    path = local_path(objective.teacher)
+    if not is_there(path):  # the run has what it needs of it, or names it where it does not
         return
     other = config_of_teacher(path)
     if other is None and not (path / "tokenizer.json").is_file():

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from trainctl.config.reading import local_path
 from trainctl.config.schema import Accelerator, CompileKind, OffloadDevice, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.facts import Hardware, error_finding
@@ -202,7 +203,7 @@ def build_folders(operator: str) -> list[Path]:
         return sorted(Path(named).glob(operator))
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return sorted((Path(cache).expanduser() / "torch_extensions").glob(f"*/{operator}"))
+        return sorted((local_path(cache) / "torch_extensions").glob(f"*/{operator}"))
     except (OSError, RuntimeError):  # no such folder, or a user without a home
         return []
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainctl.config.catalog import list_options
 from trainctl.config.extras import package_version
-from trainctl.config.reading import read_json
+from trainctl.config.reading import local_path, read_json
 from trainctl.config.schema import Accelerator, HardwareConfig
 from trainctl.config.yaml_files import read_document
 from trainctl.errors import MachineError, TrainctlError
@@ -200,7 +200,7 @@ def calibration_file() -> Path:
         return Path(named)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return Path(cache).expanduser() / "trainctl" / "calibration.json"
+        return local_path(cache) / "trainctl" / "calibration.json"
     except RuntimeError:
         raise MachineError(
             "this user has no home directory to keep measurements in",

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from trainctl.config.quantities import disk_text
+from trainctl.config.reading import local_path
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.errors import Finding
 from trainctl.hardware.facts import Hardware, error_finding, warning_finding
@@ -32,7 +33,7 @@ def check_nvme(config: RunConfig, hardware: Hardware) -> Iterator[str | Finding]
     offload = config.offload
     if OffloadDevice.nvme not in (offload.optimizer, offload.parameters) or not offload.nvme_path:
         return
-    key, folder = "offload.nvme_path", Path(offload.nvme_path).expanduser()
+    key, folder = "offload.nvme_path", local_path(offload.nvme_path)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         yield error_finding("TC132", key, f"{folder} {what}", f"mkdir -p {folder}, or name another")
@@ -68,7 +69,7 @@ def check_root_caches(config: RunConfig, hardware: Hardware) -> Iterator[str | F
     }
     for name in sorted(named):
         try:
-            path = Path(name).expanduser().absolute()
+            path = local_path(name).absolute()
         except RuntimeError:  # a user without a home
             continue
         folder = next((each for each in (path, *path.parents) if each.exists()), path)

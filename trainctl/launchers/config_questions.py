@@ -7,6 +7,7 @@ from pathlib import Path
 from trainctl.config.compose import ComposedConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.launchers.planning import compose_target, plan_config
+from trainctl.models.local_path import local_path
 from trainctl.rules.keyword_search import find_by_keywords
 from trainctl.tuning.config_diff import ComparedConfig, json_config, planned_config
 from trainctl.tuning.value_explanation import Explanation, explain_known
@@ -42,7 +43,7 @@ def read_compared(
     Raises:
         TrainctlError: It cannot be read or composed.
     """
-    path = Path(name).expanduser()
+    path = local_path(name)
     if attempt is None and (path.is_file() or path.suffix == ".json"):
         return json_config(path), ()
     composed = compose_target(name, (), config_dir, attempt=attempt)

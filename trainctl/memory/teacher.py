@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from trainctl.errors import TrainctlError
 from trainctl.memory.activations import compute_bytes, tokens_per_rank
 from trainctl.memory.constants import BYTES, GIB
 from trainctl.memory.rank import Components, chunk_logit_bytes
+from trainctl.models.local_path import local_path
 from trainctl.models.tensors import stored_tensors
 from trainctl.options.objective.distill import DistillConfig, row_bytes
 from trainctl.plans.settings import number_formats
@@ -61,7 +61,7 @@ def _teacher_elements(plan: LayoutPlan) -> int | None:
     config = plan.config.objective
     if not isinstance(config, DistillConfig) or config.teacher is None:
         return None
-    path = Path(config.teacher).expanduser()
+    path = local_path(config.teacher)
     manifests = [path / "manifest.json", *sorted(path.glob("checkpoints/step-*/manifest.json"))]
     try:
         for manifest in reversed(manifests):

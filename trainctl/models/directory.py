@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.models.local_path import is_file, is_folder, is_there, local_path
 from trainctl.models.tensors import INDEX, has_weights, weight_map
 
 NO_MODEL, NO_SHAPE, OTHER_TASK = "TC113", "TC114", "TC450"
@@ -86,12 +87,12 @@ def read_config(directory: str | None) -> tuple[Path, dict[str, Any]]:
     """
     if not directory:
         raise _no_model_error("model=hf needs a transformers directory", "add model.path=DIR")
-    path = Path(directory).expanduser().absolute() / "config.json"
-    if not path.parent.is_dir():
+    path = local_path(directory).absolute() / "config.json"
+    if not is_folder(path.parent):
         raise _no_model_error(
             f"{directory} is not a directory", "give the folder that holds config.json"
         )
-    if not path.is_file():
+    if not is_file(path):
         raise _no_model_error(
             f"{directory} has no config.json", "give a directory of transformers' form"
         )
@@ -221,7 +222,7 @@ _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})$
 
 def is_hub_name(text: str) -> bool:
     """Whether a text can be a name on the hub, `ORG/NAME`, and is no existing path."""
-    return _NAME.fullmatch(text) is not None and not Path(text).exists()
+    return _NAME.fullmatch(text) is not None and not is_there(Path(text))
 
 
 def local_folder(name: str, key: str = "model.path") -> str:
@@ -244,7 +245,7 @@ def fetch_weights(folder: str, key: str = "model.initial_weights") -> None:
     Raises:
         TrainctlError: They cannot be fetched.
     """
-    found = _SNAPSHOT.search(str(Path(folder).expanduser().absolute()))
+    found = _SNAPSHOT.search(str(local_path(folder).absolute()))
     if found is None or _is_complete_download(Path(folder)):
         return
     owner, name, commit = found.groups()
@@ -257,7 +258,7 @@ def hub_name(folder: str) -> str | None:
 
     None for any other folder.
     """
-    found = _SNAPSHOT.search(str(Path(folder).expanduser().absolute()))
+    found = _SNAPSHOT.search(str(local_path(folder).absolute()))
     return None if found is None else f"{found[1]}/{found[2]}"
 
 

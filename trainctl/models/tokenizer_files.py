@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.errors import TrainctlError
+from trainctl.models.local_path import local_path
 
 END_NAMES = (
     "<|end_of_text|>",
@@ -242,7 +243,7 @@ def read_chat_template(tokenizer: Path | None, named: str | None = None) -> str:
         )
     if named is not None:
         by_name = _by_name(tokenizer)
-        return by_name[named] if named in by_name else read_template_file(Path(named).expanduser())
+        return by_name[named] if named in by_name else read_template_file(local_path(named))
     if tokenizer.with_name(_FILE).is_file():
         return read_template_file(tokenizer.with_name(_FILE))
     said = read_neighbour_file(tokenizer, _CONFIG).get("chat_template")
@@ -309,7 +310,7 @@ def read_marked_template(name: str) -> str:
     Raises:
         TrainctlError: There is no such file, or it has no marks.
     """
-    file, choices = Path(name).expanduser(), "assistant, last, all"
+    file, choices = local_path(name), "assistant, last, all"
     if not file.is_file():
         raise TrainctlError(
             f"data.learn={name} is none of {choices}, and no file of Jinja",

@@ -31,6 +31,7 @@ from typing import Any
 
 from trainctl.child_processes import ChildProcess, NoReply, parse_object
 from trainctl.errors import ExitCode, Finding, TrainctlError
+from trainctl.models.local_path import local_path
 
 SECONDS = 600
 """Timeout of the child, far above the time of any trace: a directory's own code may do anything."""
@@ -270,7 +271,7 @@ def _package_version(package: str) -> str:
 
 
 def _cache_file(key: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    cache = os.environ.get("XDG_CACHE_HOME") or str(local_path("~/.cache"))
     return Path(cache) / "trainctl" / "traces" / f"{key}.json"
 
 

@@ -19,6 +19,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig, ScheduleUnit
 from trainctl.config.suggest import words
 from trainctl.errors import RunStateError, TrainctlError
+from trainctl.models.local_path import local_path
 from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
 from trainctl.options.schedule import WithDecay
@@ -86,7 +87,7 @@ def model_identity(model: ModelConfig) -> dict[str, Any]:
     if model.factory is not None:
         found["factory"] = model.factory
     if model.path is not None:
-        found["config.json"] = _directory_identity(Path(model.path).expanduser())
+        found["config.json"] = _directory_identity(local_path(model.path))
     return found
 
 

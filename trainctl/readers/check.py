@@ -18,6 +18,7 @@ from trainctl.config.reading import special_file_type
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, DataFromPaths, Dedup, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
+from trainctl.models.local_path import is_file, local_path
 from trainctl.models.tokenizer_files import TokenizerFacts
 from trainctl.readers.documents import warn_if_stalled
 from trainctl.readers.files import (
@@ -340,9 +341,9 @@ def check_quality_inputs(config: RunConfig) -> Iterator[Finding]:
         for kind, keys in filters.items():
             for setting in load_spec("filter", kind).settings:
                 path = getattr(keys, setting) if setting == "file" else ""
-                file = Path(path).expanduser()
+                file = local_path(path)
                 special = special_file_type(file)
-                if path and (special or not file.is_file()):
+                if path and (special or not is_file(file)):
                     what = f"is {special}, no regular file" if special else "does not exist"
                     where = f"{key}.{kind}.{setting}"
                     yield Finding(rule=MISSING, key=where, message=f"{path} {what}")

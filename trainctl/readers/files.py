@@ -19,6 +19,7 @@ from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, DataFromPaths, HeldOutBy
 from trainctl.config.secrets import redact_text
 from trainctl.errors import TrainctlError
+from trainctl.models.local_path import is_file, is_folder, local_path
 from trainctl.readers.remote import File, RemoteFile, is_url, list_url
 from trainctl.readers.stream import uncompressed_name
 
@@ -87,23 +88,23 @@ def find_files(pattern: str, endings: Sequence[str], choose: Choose | None = Non
     """
     files: list[File]
     if is_url(pattern) and not pattern.startswith("file://"):
-        remote, is_folder = list_url(pattern)
+        remote, is_whole = list_url(pattern)
         files = [*remote]
         root: PurePath = PurePosixPath(pattern)
     else:
-        path = Path(pattern.removeprefix("file://")).expanduser()
-        is_folder, root = path.is_dir(), path
+        path = local_path(pattern.removeprefix("file://"))
+        is_whole, root = is_folder(path), path
         special = special_file_type(path)
         if special:
             raise TrainctlError(
                 f"{path} is {special}, no regular file", hint="copy what is in it into a file"
             )
-        if is_folder:
+        if is_whole:
             files = [*_in_folder(path)]
         else:
-            matches = [path] if path.is_file() else _glob_paths(path)
+            matches = [path] if is_file(path) else _glob_paths(path)
             files = [*{match.resolve() for match in matches if _is_regular(match)}]
-    if not is_folder:
+    if not is_whole:
         return FoundFiles(sorted(files, key=file_sort_key), Counter())
     visible = [file for file in files if not _is_hidden(file, root)]
     chosen = choose(visible) if choose is not None else visible
@@ -129,7 +130,7 @@ def _in_folder(folder: Path) -> Iterator[Path]:
 
 
 def _is_regular(path: Path) -> bool:
-    return path.is_file() and not special_file_type(path)
+    return is_file(path) and not special_file_type(path)
 
 
 def _is_hidden(file: File, folder: PurePath) -> bool:

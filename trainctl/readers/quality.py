@@ -16,6 +16,7 @@ from trainctl.config.schema import DEDUP_THRESHOLDS, DataConfig, DataFromRecords
 from trainctl.config.sections import kind_of_paths
 from trainctl.config.user_code import find_module
 from trainctl.errors import TrainctlError
+from trainctl.models.local_path import local_path
 
 HELD_OUT = "held_out"
 """Entry of `data.decontaminate` for the run's own held-out documents."""
@@ -55,7 +56,7 @@ def filter_digests(section: DataConfig) -> list[str]:
     for name, keys in sorted(filters_of(section).items()):
         for setting in load_spec("filter", name).settings:
             value = getattr(keys, setting)
-            file = Path(value).expanduser() if setting == "file" else None
+            file = local_path(value) if setting == "file" else None
             if setting == "call":
                 module = find_module(value.partition(":")[0], Path.cwd())
                 file = module if isinstance(module, Path) else None

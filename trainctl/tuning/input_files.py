@@ -27,6 +27,7 @@ from trainctl.models.directory import (
     is_hub_name,
     other_task_finding,
 )
+from trainctl.models.local_path import is_file, is_there, local_path
 from trainctl.models.tensors import (
     READABLE,
     StoredTensor,
@@ -96,8 +97,8 @@ def check_model_files(
         return []
     if config.model.initial_weights is None:
         return list(_missing_weights(config))
-    folder = Path(config.model.initial_weights).expanduser()
-    if not folder.exists():
+    folder = local_path(config.model.initial_weights)
+    if not is_there(folder):
         return []
     if is_run_or_checkpoint(folder):
         return list(_warn_of_checkpoint_removal(config, folder))
@@ -312,7 +313,7 @@ def check_tokenizer_files(config: RunConfig) -> list[Finding]:
     if spec.file is None or is_missing:
         return []
     file = spec.file(section)
-    if not file.exists():
+    if not is_there(file):
         return []
     try:
         facts = spec.facts(section)
@@ -388,7 +389,7 @@ def _is_byte_level(config: RunConfig) -> bool:
 def _bytes_for_other_models(config: RunConfig) -> Iterator[Finding]:
     """Yield a warning if the byte tokenizer meets a model or weights for another tokenizer."""
     folder = config.model.initial_weights
-    if folder is not None and (Path(folder).expanduser() / "tokenizer.json").is_file():
+    if folder is not None and is_file(local_path(folder) / "tokenizer.json"):
         yield Finding(
             rule=OTHER_IDS,
             key="tokenizer.kind",
@@ -431,7 +432,7 @@ def missing_files(
     findings += [
         Finding(rule=MISSING, key=key, message=f"{path} does not exist")
         for key, path in _paths(config, resumes=resumes)
-        if not Path(path).expanduser().exists()
+        if not is_there(local_path(path))
     ]
     return findings
 
@@ -454,7 +455,7 @@ def _without_teacher(config: RunConfig) -> Iterator[Finding]:
     section = config.objective
     if not isinstance(section, DistillConfig):
         return
-    if section.teacher and not Path(section.teacher).expanduser().exists():
+    if section.teacher and not is_there(local_path(section.teacher)):
         hint = "objective.teacher=null objective.teacher_log_probabilities=DIR reads stored ones"
         if is_hub_name(section.teacher):
             hint = f"hf download {section.teacher} --local-dir DIR; {hint}"
@@ -489,7 +490,7 @@ def _without_tokenizer(config: RunConfig) -> Iterator[Finding]:
 def _no_python(config: RunConfig) -> Iterator[Finding]:
     """Find a `logging.python` that cannot be executed, whether or not a logger needs it now."""
     python = config.logging.python
-    if python and shutil.which(Path(python).expanduser()) is None:
+    if python and shutil.which(local_path(python)) is None:
         yield Finding(
             rule=MISSING,
             key="logging.python",
@@ -508,7 +509,7 @@ def _without_template(config: RunConfig) -> Iterator[Finding]:
         asks = source.encoder and (named is not None or source.gives is SampleKind.text)
         if asks and config.data.factory is None and is_named:
             tokenizer = file(config.tokenizer) if file else None
-            if tokenizer is None or tokenizer.is_file():  # another finding reports a missing file
+            if tokenizer is None or is_file(tokenizer):  # another finding reports a missing file
                 learn = getattr(section, "learn", Learn.assistant.value)
                 setting = "chat_template"
                 try:

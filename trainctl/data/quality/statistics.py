@@ -37,6 +37,7 @@ from trainctl.data.quality.batches import (
 )
 from trainctl.data.user_functions import make_importable
 from trainctl.errors import TrainctlError, describe_exception
+from trainctl.models.local_path import local_path
 
 Statistics = dict[str, npt.NDArray[np.float32]]
 
@@ -314,7 +315,7 @@ def _import_score(call: str) -> Callable[[str], float]:
 def _list_lines(path: str) -> list[str]:
     """Return the lines of a list, without blank lines and those that begin with #."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+        text = local_path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TrainctlError(
             f"the list {path!r} of a filter cannot be read: {error}", hint="name a text file"

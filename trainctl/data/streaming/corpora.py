@@ -37,6 +37,7 @@ from trainctl.data.streaming.transfer import (
 )
 from trainctl.data.tokenizer import Tokenizer
 from trainctl.errors import MachineError, RunStateError, TrainctlError
+from trainctl.models.local_path import local_path
 from trainctl.options.data.stream import StreamConfig, shards_needed
 from trainctl.plans.mixture import sources_of
 from trainctl.readers.remote import Notify, print_notice
@@ -155,7 +156,7 @@ class StreamedCorpus(Corpus):
 
 def shard_cache_folder(section: StreamConfig, digest: str) -> Path:
     """Return this node's cache folder of a corpus. Each node has its own, even on a shared disk."""
-    base = Path(section.cache_folder).expanduser() if section.cache_folder else cache_folder()
+    base = local_path(section.cache_folder) if section.cache_folder else cache_folder()
     return base / f"stream-{digest[:24]}-{socket.gethostname()}"
 
 

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from trainctl.data.token_arrays import Tokens
 from trainctl.errors import MachineError, TrainctlError
+from trainctl.models.local_path import local_path
 from trainctl.readers.remote import (
     Notify,
     call_with_retries,
@@ -200,7 +201,7 @@ def as_url(place: str) -> str:
     """Return a URL without a final slash, and a folder as a file URL."""
     if is_url(place):
         return place.rstrip("/")
-    return f"file://{Path(place).expanduser().resolve()}"  # not quoted: fsspec decodes no %20
+    return f"file://{local_path(place).resolve()}"  # not quoted: fsspec decodes no %20
 
 
 def read_record(place: str, notify: Notify = print_notice) -> StreamRecord:

@@ -23,6 +23,7 @@ from trainctl.migration.configs.result import ImportResult
 from trainctl.migration.configs.shell import Unresolved
 from trainctl.migration.configs.tables import DEEPSPEED, KeyTable, detect, load_table, tool_names
 from trainctl.models.directory import NO_MODEL, is_hub_name
+from trainctl.models.local_path import is_there, local_path
 
 CHECKED_ON = "h100-80g"
 """Devices that a result is checked on if it names none."""
@@ -287,7 +288,9 @@ def _check(imported: ImportResult, world_size: int | None) -> list[Finding]:
 def _needs_stand_in(imported: ImportResult) -> bool:
     """Return True if the model is a directory that is not here, or is not named."""
     path = imported.settings.get("model.path")
-    return imported.choices.get("model") == "hf" and not (path and Path(str(path)).is_dir())
+    return imported.choices.get("model") == "hf" and not (
+        path and is_there(local_path(str(path)) / "config.json")
+    )
 
 
 def _missing_files(imported: ImportResult) -> list[Finding]:

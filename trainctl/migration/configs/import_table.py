@@ -11,9 +11,10 @@ from typing import Any, cast
 
 from trainctl.config.keys import as_override
 from trainctl.config.registry import load_spec
-from trainctl.errors import Finding
+from trainctl.errors import Finding, TrainctlError
 from trainctl.migration.configs.result import ConvertedKeys, ImportResult, Why
 from trainctl.migration.configs.tables import KeyTable, TableEntry
+from trainctl.models.local_path import is_there, local_path
 from trainctl.options.data import SampleKind
 
 FREE = ("callbacks.", "deepspeed.", "logging.", "model.")
@@ -128,7 +129,8 @@ class Conversion:
         """Return where a path of the document leads: from the current folder, where programs are
         started, or from the file's own.
         """
-        return Path(path) if Path(path).exists() else self.folder / path
+        here = local_path(path)
+        return here if is_there(here) else self.folder / here
 
     def set(self, ours: str, value: Any, *names: str) -> None:
         """Set trainctl's key, or the option of its group.
@@ -227,12 +229,29 @@ def import_document(
         else:
             _apply(conversion, key, value, found)
     for function in dict.fromkeys(entry.convert for entry in table.keys.values() if entry.convert):
-        converter(function)(conversion)
+        _convert(conversion, function)
     _make_room_for_answers(conversion)
     _settle_held_out(conversion)
     left = {each.key for each in conversion.converted.left_out}
     conversion.converted.imported = (conversion.converted.imported | to_convert) - left
     return _result(conversion)
+
+
+def _convert(conversion: Conversion, function: str) -> None:
+    """Call a function of `conversions/`.
+
+    Raises:
+        TrainctlError: Values that it reads have another form than the program's.
+    """
+    try:
+        converter(function)(conversion)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as error:
+        keys = ", ".join(conversion.keys_of(function)) or conversion.table.name
+        raise TrainctlError(
+            f"{keys[:200]}: the values have another form than {conversion.table.name}'s "
+            f"({type(error).__name__}: {str(error)[:100]})",
+            hint="remove what is wrong there, or check it in the program itself",
+        ) from None
 
 
 def _make_room_for_answers(conversion: Conversion) -> None:

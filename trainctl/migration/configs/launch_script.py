@@ -104,7 +104,9 @@ def read_launch_script(text: str, name: str) -> LaunchScript:
             raise ValueError("there is no command with options in it")
         return LaunchScript(_options([word for each in bare for word in each.words]))
     ranked = [each for each in found if each.launcher != "python" or _OPENRLHF.search(each.program)]
-    taken, *others = ranked or [each for each in found if each.words] or found
+    among = ranked or found
+    taken = next((each for each in among if each.words), among[0])
+    others = [each for each in ranked if each is not taken]
     options = _options(taken.words)
     if not options:
         files = [

@@ -21,6 +21,7 @@ from trainctl.config.extras import install_command
 from trainctl.config.registry import Spec, load_spec
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding
+from trainctl.models.local_path import local_path
 
 
 @dataclass
@@ -154,7 +155,7 @@ def python_of(name: str, config: RunConfig) -> str:
     own = config.logging.python
     if not own or not _missing_modules(load_spec("logger", name)):
         return sys.executable
-    return str(Path(own).expanduser())
+    return str(local_path(own))
 
 
 def missing_modules_finding(spec: Logger, python: str = sys.executable) -> Finding | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema.option import option
+from trainctl.models.local_path import local_path
 from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point
 
 
@@ -43,7 +43,7 @@ class TextFile:
         values = known.get("values", {}).items()
         self._values = {name: float(value) for name, value in values}
         self._state: str = known.get("state", "running")
-        folder = Path(run.keys.folder).expanduser() if run.keys.folder else run.folder
+        folder = local_path(run.keys.folder) if run.keys.folder else run.folder
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"trainctl-{run.id}.prom"
         self._labels = f'run="{_escape(run.name)}",id="{run.id}"'

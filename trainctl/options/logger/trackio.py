@@ -11,11 +11,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from trainctl.config.codec import flatten
 from trainctl.config.schema.option import option
+from trainctl.models.local_path import local_path
 from trainctl.options.logger import FollowedRun, Logger, LoggerConfig, Point
 from trainctl.options.logger._tracker import Tracker
 
@@ -37,7 +37,7 @@ class TrackioConfig(LoggerConfig):
 def build(run: FollowedRun, state: Mapping[str, Any] | None) -> Tracker:
     """Return the sink of a run."""
     if run.keys.folder is not None:  # Trackio reads the variable on import
-        os.environ["TRACKIO_DIR"] = str(Path(run.keys.folder).expanduser().absolute())
+        os.environ["TRACKIO_DIR"] = str(local_path(run.keys.folder).absolute())
     return Tracker(run, state, Database(run))
 
 

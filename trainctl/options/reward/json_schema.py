@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainctl.config.schema.option import option
 from trainctl.errors import TrainctlError
+from trainctl.models.local_path import local_path
 from trainctl.options.reward import Reward, RewardConfig, Score
 
 
@@ -48,7 +48,7 @@ def build(section: JsonSchemaConfig) -> Score:
     try:
         schema = section.schema
         if section.file is not None:
-            schema = json.loads(Path(section.file).expanduser().read_bytes())
+            schema = json.loads(local_path(section.file).read_bytes())
         fixed = validator(schema)
     except (OSError, ValueError, SchemaError) as error:
         message = str(error).partition("\n")[0]

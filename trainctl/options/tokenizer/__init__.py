@@ -10,6 +10,7 @@ from typing import Any
 from trainctl.config.registry import Spec, spec_lookup
 from trainctl.config.schema import TokenizerConfig, TokenizerFromPath
 from trainctl.config.suggest import words
+from trainctl.models.local_path import local_path
 from trainctl.models.tokenizer_files import TokenizerFacts
 
 PUBLISHED = words(
@@ -65,7 +66,7 @@ def tokenizer_facts(section: TokenizerConfig) -> TokenizerFacts:
 
 def path_of(section: TokenizerFromPath) -> Path:
     """Return `tokenizer.path`, with `~` expanded."""
-    return Path(section.path or "").expanduser()
+    return local_path(section.path or "")
 
 
 def published_in(folder: Path) -> dict[str, Path]:

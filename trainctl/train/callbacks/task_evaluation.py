@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from trainctl.config.extras import install_command
 from trainctl.config.schema import CompileKind
 from trainctl.config.suggest import first_line
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.models.local_path import local_path
 from trainctl.options.callbacks import Callback, Context
 from trainctl.options.callbacks.task_evaluation import TaskEvaluationConfig
 from trainctl.plans.settings import number_formats
@@ -58,7 +58,7 @@ class TaskEvaluation(Callback):
         self._batch_size = keys.batch_size or context.plan.batch.micro_batch_size
         self._asked = TaskRequest(
             keys.tasks,
-            Path(keys.include_path).expanduser() if keys.include_path else None,
+            local_path(keys.include_path) if keys.include_path else None,
             keys.shots,
             keys.samples,
             self._batch_size,

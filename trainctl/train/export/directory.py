@@ -23,6 +23,7 @@ from trainctl.data.corpora import load_corpora
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Read, Unit, persistent_buffers, published_units
+from trainctl.models.local_path import local_path
 from trainctl.models.tensors import FUTURE, INDEX, ONE_FILE
 from trainctl.models.tokenizer_files import special_tokens_of
 from trainctl.options.adapter import low_rank
@@ -289,7 +290,7 @@ def _write_config(
             setattr(written, name, value)
     written.save_pretrained(folder)
     if config.model.path is not None:
-        source = Path(config.model.path).expanduser()
+        source = local_path(config.model.path)
         code = source.glob("*.py") if config.model.trust_remote_code else ()
         for file in (source / "generation_config.json", *code):
             if file.is_file():

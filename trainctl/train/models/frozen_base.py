@@ -24,6 +24,7 @@ from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.schema import AdapterConfig, ModelConfig, RunConfig
 from trainctl.engines.process import Process
 from trainctl.errors import MachineError, RunStateError, TrainctlError
+from trainctl.models.local_path import local_path
 from trainctl.models.tensors import may_be_new, stored_tensors
 from trainctl.options.adapter import low_rank
 from trainctl.plans.identity import START_KEYS, check_model, check_shapes
@@ -94,7 +95,7 @@ def initial_base(whole: FullModel, config: RunConfig, run: RunPaths, process: Pr
     if model.initial_weights is None:
         drawn = SeedWeights.of(model, whole.skeleton, seed)
         return Base(drawn, {"kind": "seed", "seed": seed, "sha256": drawn.initializers_digest})
-    folder = Path(model.initial_weights).expanduser()
+    folder = local_path(model.initial_weights)
     checkpoint = find_weights_checkpoint(folder, process)
     if checkpoint is not None:
         facts: dict[str, Any] = {"kind": "checkpoint", "path": str(checkpoint.path.resolve())}

@@ -31,6 +31,7 @@ from trainctl.data.teacher_store import TeacherStore, config_of_teacher, stored_
 from trainctl.engines.micro_batch import IGNORED_LABEL
 from trainctl.engines.process import Process
 from trainctl.errors import MachineError, RunStateError, TrainctlError
+from trainctl.models.local_path import local_path
 from trainctl.models.tensors import stored_tensors
 from trainctl.options.objective.distill import (
     CHUNK_POSITIONS,
@@ -325,7 +326,7 @@ def _section(plan: RunPlan) -> DistillConfig:
 def _base(config: DistillConfig) -> Path:
     """Return the folder of a run's stores."""
     kept = config.teacher_log_probabilities
-    return Path(kept).expanduser() if kept else cache_folder()
+    return local_path(kept) if kept else cache_folder()
 
 
 def _store_of(plan: RunPlan, side: Side, sha256: str | None) -> TeacherStore:
@@ -465,7 +466,7 @@ class _Teacher:
     """
 
     def __init__(self, path: str, process: Process) -> None:
-        self._path, self._process = Path(path).expanduser(), process
+        self._path, self._process = local_path(path), process
         with self._naming_key():
             self._checkpoint = find_weights_checkpoint(self._path, process)
 

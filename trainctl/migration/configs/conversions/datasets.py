@@ -8,6 +8,7 @@ from typing import Any
 
 from trainctl.migration.configs.import_table import Conversion
 from trainctl.models.directory import is_hub_name
+from trainctl.models.local_path import is_there
 
 HUB = "hf://datasets/"
 """Protocol of the hub's datasets (docs/data.md)."""
@@ -41,7 +42,7 @@ def place(source: Conversion, path: Any, files: Any = None, revision: Any = None
     names = [files] if isinstance(files, str) else files if isinstance(files, list) else []
     names = [str(each) for each in names if each]
     is_file = Path(path).suffix in FILE_ENDINGS
-    is_local = is_file or source.locate(path).exists() or not is_hub_name(path)
+    is_local = is_file or is_there(source.locate(path)) or not is_hub_name(path)
     if path in ("json", "jsonl", "parquet", "text", "csv", "arrow") and names:
         return names  # a format of `datasets`, whose files are listed
     root = path if is_local or "://" in path else f"{HUB}{path}{f'@{revision}' if revision else ''}"

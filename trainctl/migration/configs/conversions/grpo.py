@@ -91,7 +91,7 @@ def _trl_loss(source: Conversion) -> None:
         source.set("objective.ratio", level, "importance_sampling_level")
     else:
         source.leave("importance_sampling_level")
-    (loss,) = source.texts("loss_type") or ["dapo"]
+    loss = " and ".join(source.texts("loss_type")) or "dapo"
     if loss not in TRL_NORMALIZATIONS:
         source.leave("loss_type", f"there is no loss {loss}", "objective.normalize_by=tokens")
     source.set("objective.normalize_by", TRL_NORMALIZATIONS.get(loss, "tokens"), "loss_type")

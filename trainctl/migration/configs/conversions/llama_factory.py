@@ -12,6 +12,7 @@ from trainctl.migration.configs.conversions.datasets import DataPart, choose_dat
 from trainctl.migration.configs.conversions.deepspeed import convert_file
 from trainctl.migration.configs.import_file import read_document
 from trainctl.migration.configs.import_table import SIZES, Conversion
+from trainctl.models.local_path import is_there
 
 BASE = ("quantization_bit", "quantization_method", "quantization_type", "double_quantization")
 
@@ -220,7 +221,7 @@ def _places(source: Conversion, info: Mapping[str, Any], name: str) -> list[str]
     """Return the paths or URLs of a named dataset; empty if nothing says them."""
     entry = info.get(name)
     if not isinstance(entry, Mapping):
-        return [name] if source.locate(name).is_file() else []
+        return [name] if is_there(source.locate(name)) else []
     if entry.get("hf_hub_url"):
         return place(source, entry["hf_hub_url"])
     file = entry.get("file_name")

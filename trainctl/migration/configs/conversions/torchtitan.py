@@ -225,8 +225,8 @@ def schedule(source: Conversion) -> None:
         source.set("schedule.floor_ratio", lowest, "lr_scheduler.min_lr_factor")
         source.set("schedule.floor_after_end", True)
     if not source.given("training.warmup_pct"):
-        steps = source.number("lr_scheduler.warmup_steps") or 0
-        source.set("schedule.warmup_steps", max(0, int(steps)), "lr_scheduler.warmup_steps")
+        warmup = source.number("lr_scheduler.warmup_steps") or 0
+        source.set("schedule.warmup_steps", max(0, int(warmup)), "lr_scheduler.warmup_steps")
     end = source.get("lr_scheduler.total_steps")
     if end is not None and end != source.get("training.steps"):
         source.leave("lr_scheduler.total_steps")

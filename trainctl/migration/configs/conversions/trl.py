@@ -13,6 +13,7 @@ from trainctl.migration.configs.conversions.datasets import FILE_ENDINGS, join
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
 from trainctl.models.directory import is_hub_name
+from trainctl.models.local_path import is_folder, is_there
 
 
 def precision(source: Conversion) -> None:
@@ -146,12 +147,12 @@ def places_of(source: Conversion, name: str, configuration: str, split: str) -> 
     there is named by a split, or the Parquet files of the hub.
     """
     found = source.locate(name)
-    if found.is_dir():
+    if is_folder(found):
         files = [each for each in _data_files(found) if each.suffix in FILE_ENDINGS]
         words = SPLITS.get(split, (split,))
         named = [join(name, str(each)) for each in files if {*words} & {*_words_of(each)}]
         return named or [name]
-    is_local = found.exists() or not is_hub_name(name)
+    is_local = is_there(found) or not is_hub_name(name)
     return [name if is_local else PARQUET.format(name, configuration, split)]
 
 
