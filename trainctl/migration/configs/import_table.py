@@ -258,7 +258,7 @@ def _make_room_for_answers(conversion: Conversion) -> None:
     """Double the length of samples with two answers: other programs have one row for each."""
     converted = conversion.converted
     length, kind = converted.settings.get(LENGTH), converted.choices.get("objective")
-    if kind is None or length is None:
+    if kind is None or not is_number(length):
         return
     if load_spec("objective", kind).takes not in (SampleKind.pairs, SampleKind.answers):
         return
@@ -298,8 +298,8 @@ def _settle_held_out(conversion: Conversion) -> None:
     if not settings.get(HELD_OUT):
         settings.pop(HELD_OUT, None)
         is_evaluated = settings.get(EVERY) is not None
-        is_known = settings.setdefault("data.held_out_fraction", 0.0) > 0
-        if is_evaluated and not is_known:
+        share = settings.setdefault("data.held_out_fraction", 0.0)
+        if is_evaluated and share == 0:
             conversion.findings.append(
                 Finding(
                     rule=NO_HELD_OUT,
