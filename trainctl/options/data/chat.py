@@ -26,7 +26,7 @@ class ChatConfig(TemplateConfig):
         Learn.assistant.value,
         "Tokens that contribute to the loss: assistant (all its messages), last (its last one), "
         "all (the whole conversation), or what a file of Jinja marks: the chat template with "
-        "{% generation %} around what the assistant says.",
+        "`{% generation %}` around what the assistant says.",
         local=True,
     )
     learn_key: str | None = option(
