@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from trainctl.config.catalog import chosen_options, option_names, search_folders
 from trainctl.config.codec import to_plain
 from trainctl.config.compose import ComposedConfig, compose, recompose
 from trainctl.config.schema import GROUPS, LIST_GROUPS, OffloadDevice
+from trainctl.config.suggest import VARIANTS
 from trainctl.errors import ExitCode, Finding, TrainctlError
 from trainctl.launchers.planning import compose_config
 
@@ -262,7 +264,28 @@ def test_a_key_that_names_a_place_takes_no_address(override: str) -> None:
     assert "/mnt/nvme" in problem.hint if "file:" in override else "of this machine" in problem.hint
 
 
-@pytest.mark.parametrize("name", ["ppo", "BCO", "rloo"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [(name, settings.split()) for name, settings in VARIANTS["objective"].items()],
+)
+def test_a_variant_of_another_trainer_names_option_and_keys(name: str, settings: list[str]) -> None:
+    (problem,) = problems(f"objective={name}")
+    assert problem.hint.startswith(f"{name} is {' '.join(settings)}. options of objective: ")
+    chosen, *keys = settings
+    section = compose([chosen, *keys]).config.objective
+    assert section.kind == chosen.partition("=")[2]
+
+
+def test_hosts_with_several_devices_are_chosen_as_the_page_and_the_message_say() -> None:
+    chosen = "node1@node2:0,2"
+    page = (shipped_root() / "docs" / "multi-node.md").read_text(encoding="utf-8")
+    (problem,) = problems(f"launcher.include={chosen}")
+    for text in (page, problem.hint):
+        (override,) = re.findall(r"\"(launcher\.include='.*?')\"", text)
+        assert compose(["launcher=ssh", override]).config.launcher.include == chosen
+
+
+@pytest.mark.parametrize("name", ["ppo", "BCO"])
 def test_an_objective_that_is_not_there_is_near_to_none(name: str) -> None:
     (problem,) = problems(f"objective={name}")
     assert problem.hint == f"trainctl does not have {name}. options of objective: " + ", ".join(

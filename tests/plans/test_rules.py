@@ -2030,6 +2030,13 @@ ERRORS = [
     ("TC090", {"deepspeed": {"gradient_cliping": 1}}, gpus(), "no key", "gradient_clipping?"),
     ("TC090", {"deepspeed": {"elasticity": {}}}, gpus(), "removed", "use train_batch_size"),
     (
+        "TC090",
+        {"deepspeed": {"aio": {"thread_count": 4}}},
+        gpus(),
+        "no key aio.thread_count",
+        "use aio.intra_op_parallelism",
+    ),
+    (
         "TC069",
         {**DEEPCOMPILE, "gradients__noise": 0.1, "gradients__clip_value": 1.0},
         gpus(),

@@ -9,7 +9,12 @@ from typing import Any
 
 from trainctl.config.registry import packaged_folders
 from trainctl.config.schema import GROUPS, LIST_GROUPS
-from trainctl.config.suggest import UNSUPPORTED_OPTIONS, did_you_mean, nearest_names
+from trainctl.config.suggest import (
+    UNSUPPORTED_OPTIONS,
+    VARIANTS,
+    did_you_mean,
+    nearest_names,
+)
 from trainctl.config.yaml_files import leading_comment, read_document
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.models.local_path import local_path
@@ -196,6 +201,8 @@ def unknown_option(
     names = option_names(folders, group)
     if option.lower() in UNSUPPORTED_OPTIONS.get(group, ()):
         hint = f"trainctl does not have {option}."
+    elif variant := VARIANTS.get(group, {}).get(option.lower().replace("-", "_")):
+        hint = f"{option} is {variant}."
     else:
         form = "[{}]" if group in LIST_GROUPS else f"{count}{{}}"
         hint = did_you_mean(

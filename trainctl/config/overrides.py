@@ -147,7 +147,8 @@ def _parse_override(parser: Any, override: str, text: str, folders: list[Folder]
     if parsed.is_sweep_override():
         message = "several values make a sweep, and this command takes one configuration"
         hint = (
-            "give one value (`trainctl sweep` takes several); quote it if the comma belongs to it"
+            "give one value (`trainctl sweep` takes several); if the comma belongs to it, quote it "
+            f"twice: \"{name}='{value}'\""
         )
         return _refused_finding(name, text, message, hint)
     if parsed.package is not None or "/" in name:

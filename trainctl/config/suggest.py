@@ -66,8 +66,19 @@ DEEPSPEED_KEYS = words(
 )
 """Keys of DeepSpeed's JSON that users may type without the `deepspeed.` prefix."""
 
-UNSUPPORTED_OPTIONS = {"objective": ("ppo", "rloo", "gspo", "dapo", "rm", "bco", "cpo")}
+UNSUPPORTED_OPTIONS = {"objective": ("ppo", "bco", "cpo")}
 """Options of other trainers that trainctl lacks, by group; no near match is suggested for them."""
+
+VARIANTS = {
+    "objective": {
+        "dapo": "objective=grpo objective.normalize_by=tokens objective.dynamic_sampling=2",
+        "dr_grpo": "objective=grpo objective.advantage=centered objective.normalize_by=length",
+        "gspo": "objective=grpo objective.ratio=sequence",
+        "rloo": "objective=grpo objective.advantage=leave_one_out objective.normalize_by=length",
+        "rm": "objective=reward",
+    }
+}
+"""Options of other trainers that are settings of an option here, by group."""
 
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 LONGEST = 100

@@ -248,6 +248,8 @@ def values_are_written_as_their_type(case: Case) -> Iterator[Problem]:
 def suggestion(schema: Schema, path: Path) -> str:
     """Return a hint for an unknown key: a similar key of its section, or its name elsewhere."""
     *parents, name = path
+    if (full := ".".join(path)) in FORMER_NAMES:
+        return f"use {FORMER_NAMES[full]}, as it is called now"
     section = tuple(parents)
     inside = [
         known for known in schema.inside(section) if not _is_former_name(schema, (*section, known))
@@ -264,6 +266,9 @@ def suggestion(schema: Schema, path: Path) -> str:
         return f"did you mean {elsewhere[0]}?"
     return _LEAVE_OUT
 
+
+FORMER_NAMES = {"aio.thread_count": "aio.intra_op_parallelism"}
+"""Keys that DeepSpeed renamed without a trace of the former name in its code."""
 
 _LEAVE_OUT = "leave it out"
 TYPING_MISTAKE = 0.8
