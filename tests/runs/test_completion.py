@@ -53,6 +53,7 @@ def test_the_status_is_of_a_finished_run(tmp_path: Path) -> None:
     assert (status.state, status.step, status.exit_code) == ("finished", STEPS, 0)
 
 
+@pytest.mark.slow
 def test_the_last_rows_of_the_table_are_written(tmp_path: Path) -> None:
     run = killed(tmp_path, "logging.to=[csv]")
     append(run, iter([other("evaluation", step=STEPS, loss=2.5)]))

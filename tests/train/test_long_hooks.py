@@ -79,7 +79,7 @@ def check_resumed(run: RunPaths, undisturbed: RunPaths) -> None:
     assert at_step(run, STEPS) == at_step(undisturbed, STEPS)
 
 
-@pytest.mark.parametrize("every", [HALF, None])
+@pytest.mark.parametrize("every", [HALF, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_stop_within_an_evaluation_saves_and_the_resume_evaluates(
     tmp_path: Path, undisturbed: RunPaths, every: int | None
 ) -> None:
@@ -94,6 +94,7 @@ def test_a_stop_within_an_evaluation_saves_and_the_resume_evaluates(
     check_resumed(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_kill_within_an_evaluation_loses_no_step(tmp_path: Path, undisturbed: RunPaths) -> None:
     run = RunPaths(tmp_path)
     with pytest.raises(RanksFailed, match="SIGKILL"):
@@ -104,6 +105,7 @@ def test_a_kill_within_an_evaluation_loses_no_step(tmp_path: Path, undisturbed: 
     assert at_step(run, HALF)["metrics"]["loss"] > 0 and not at_step(run, HALF)["unfinished"]
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_in_an_evaluation_loses_no_step(
     tmp_path: Path, undisturbed: RunPaths
 ) -> None:
@@ -114,6 +116,7 @@ def test_an_error_of_one_rank_in_an_evaluation_loses_no_step(
     check_resumed(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_hook_that_is_told_to_stop_is_called_again(tmp_path: Path, undisturbed: RunPaths) -> None:
     run = RunPaths(tmp_path)
     train(run, config_of({"blow": "stop", "at_step": HALF}))
@@ -123,6 +126,7 @@ def test_a_hook_that_is_told_to_stop_is_called_again(tmp_path: Path, undisturbed
     assert [each["step"] for each in events(run, "evaluation")] == [HALF, STEPS]
 
 
+@pytest.mark.slow
 def test_a_stop_while_text_is_sampled_is_made_up_for(tmp_path: Path) -> None:
     run = RunPaths(tmp_path)
     striking, changes = {"blow": "stop", "at_pass": 3}, {"evaluation_samples": 0, "ema_decay": None}
