@@ -206,7 +206,9 @@ def test_a_failed_reward_is_no_number_in_measures_and_kept_texts(tmp_path: Path)
     data._answer_text = lambda fields: "text"
     answers = answers_of(1.0, NAN)
     measures = _measures(answers)
-    assert measures["reward_own"] == 1.0 and measures["failed"] == 0.5
+    assert measures["reward"] == measures["reward_own"] == 1.0 and measures["failed"] == 0.5
+    assert "reward" not in _measures(answers_of(NAN, NAN))
     data._keep_texts(1, answers)
+    assert [each["reward"] for each in read_rollouts(data._session.run, 1)] == [1.0, None]
     shown = [(each["rewards"], reward_texts(each)) for each in read_rollouts(data._session.run, 1)]
     assert shown == [({"own": 1.0}, {"own": "1"}), ({"own": None}, {"own": "failed"})]

@@ -10,7 +10,7 @@
 | `tokens`, `is_finished` | tokens of the answer; false if it was cut |
 | `rewards` | reward by name; null where it does not apply or has failed |
 | `failed` | names of the rewards that have failed |
-| `reward` | their weighted sum; null if none applies |
+| `reward` | their weighted sum; null if none applies, or all that apply have failed |
 | `advantage` | what the answer's log-probability is raised by |
 """
 

@@ -105,6 +105,13 @@ class JudgedAnswer:
         value = self.fields["rewards"][name]
         return value is not None and math.isnan(value)
 
+    @property
+    def known_reward(self) -> float:
+        """Weighted sum of its rewards; NaN if none applies, or all that apply have failed."""
+        values = self.fields["rewards"].values()
+        is_known = any(value is not None and not math.isnan(value) for value in values)
+        return self.reward if is_known else math.nan
+
     @classmethod
     def of(
         cls, section: GrpoConfig, key: AnswerKey, prompt: Sequence[int], fields: dict[str, Any]
@@ -251,7 +258,7 @@ class RolloutData:
                 "is_finished": each.fields["is_finished"],
                 "rewards": each.fields["rewards"],
                 "failed": [name for name in each.fields["rewards"] if each.has_failed(name)],
-                "reward": each.reward,
+                "reward": each.known_reward,
                 "advantage": each.advantage,
             }
             for each in answers
@@ -600,7 +607,7 @@ def _has_failed(name: str, answers: Sequence[JudgedAnswer]) -> bool:
 
 def _measures(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
     """Return the numbers to record of some answers: rewards, length, share cut."""
-    rewards = np.array([each.reward for each in answers])
+    rewards = np.array([each.known_reward for each in answers])
     found = {"reward": rewards, "answer_tokens": np.array([each.tokens for each in answers])}
     for name in answers[0].fields["rewards"]:
         each_reward = [each.fields["rewards"][name] for each in answers]
