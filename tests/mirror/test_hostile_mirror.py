@@ -295,12 +295,12 @@ def check_fetches(url: str, folder: Path, examples: int) -> None:
 
 
 def test_a_changed_mirror_is_refused_or_fetched_as_it_was(url, tmp_path):
-    check_fetches(url, tmp_path, 25)
+    check_fetches(url, tmp_path, 12)
 
 
 @pytest.mark.slow
 def test_many_changed_mirrors_are_refused_or_fetched_as_they_were(url, tmp_path):
-    check_fetches(url, tmp_path, 200)
+    check_fetches(url, tmp_path, 60)
 
 
 @pytest.mark.slow

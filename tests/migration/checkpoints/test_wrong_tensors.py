@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import zipfile
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trainctl.migration.checkpoints.dcp import _make_up
 from trainctl.migration.checkpoints.source import open_source
 from trainctl.plans.shapes import all_tensors
 from trainctl.plans.types import RunPlan
+from trainctl.train.models.model import skeleton
 
 NORM = "model.norm.weight"
 
@@ -37,11 +39,26 @@ def shapes(plan: RunPlan) -> list[dict[str, list[int]]]:
     return [{tensor.name: list(tensor.shape) for tensor in all_tensors(plan.config.model)}]
 
 
-def assert_refused(source: Path, plan: RunPlan, why: str, run: Path) -> None:
+@pytest.fixture(scope="module")
+def model(plan: RunPlan) -> Any:
+    return skeleton(plan.config.model, torch.float32)
+
+
+def take(folder: Path, model: Any) -> None:
+    """Read a checkpoint as an import does, without writing a run."""
+    source = open_source(folder)
+    source.use_model(model)
+    write._check_facts(source)
+    for name, shape in source.shapes.items():
+        for state in source.states:
+            write._read_piece(source, name, state, 0, prod(shape))
+    source.verify()
+
+
+def assert_refused(folder: Path, model: Any, why: str) -> None:
     with pytest.raises(TrainctlError, match=why) as caught:
-        write.import_source(open_source(source), plan, run)
+        take(folder, model)
     assert caught.value.exit_code == ExitCode.run_state
-    assert not run.exists()
 
 
 def edit(file: Path, change: Any) -> None:
@@ -74,26 +91,26 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_deepspeeds_partitions_are_whole(tmp_path, plan, shapes, stage, fault):
+def test_deepspeeds_partitions_are_whole(tmp_path, model, shapes, stage, fault):
     place = deepspeed_files.save(tmp_path / "source", shapes, stage=stage, ranks=2)
     for file in sorted(place.glob("*optim_states.pt")):
         edit(file, FAULTS[fault])
         if fault in ("weights are long", "moment is short"):
             break
-    assert_refused(tmp_path / "source", plan, str(tmp_path / "source"), tmp_path / "run")
+    assert_refused(tmp_path / "source", model, str(tmp_path / "source"))
 
 
-def test_swapped_files_of_ranks_are_found_by_the_weights(tmp_path, plan, shapes):
+def test_swapped_files_of_ranks_are_found_by_the_weights(tmp_path, model, shapes):
     """Files of ZeRO 1 and 2 do not say their rank; the weights in the model's file do."""
     module = {name: values_of(name, shape, "fp32").bfloat16() for name, shape in shapes[0].items()}
     sizes = {"stage": 1, "ranks": 3, "module": module}
     place = deepspeed_files.save(tmp_path / "source", shapes, **sizes)
-    write.import_source(open_source(tmp_path / "source"), plan, tmp_path / "whole")
+    take(tmp_path / "source", model)
     first, second = sorted(place.glob("*optim_states.pt"))[:2]
     first.rename(tmp_path / "kept")
     second.rename(first)
     (tmp_path / "kept").rename(second)
-    assert_refused(tmp_path / "source", plan, "or were swapped", tmp_path / "run")
+    assert_refused(tmp_path / "source", model, "or were swapped")
 
 
 def test_what_cannot_be_checked_is_told(tmp_path, plan, shapes):
@@ -124,10 +141,17 @@ CHANGES = {
 }
 
 
+def test_nothing_is_left_of_an_import_of_wrong_values(tmp_path, plan, shapes):
+    source = open_source(universal(tmp_path / "source", shapes, CHANGES["NaN"]))
+    with pytest.raises(TrainctlError, match="no numbers"):
+        write.import_source(source, plan, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_universal_states_are_whole(tmp_path, plan, shapes, change):
+def test_universal_states_are_whole(tmp_path, model, shapes, change):
     universal(tmp_path / "source", shapes, CHANGES[change])
-    assert_refused(tmp_path / "source", plan, "source", tmp_path / "run")
+    assert_refused(tmp_path / "source", model, "source")
 
 
 def test_a_whole_universal_checkpoint_is_imported(tmp_path, plan, shapes):
@@ -162,7 +186,7 @@ def distributed(folder: Path, shapes: list[dict[str, list[int]]], **changed: Any
     return folder
 
 
-def test_overlapping_chunks_of_a_distributed_checkpoint_are_refused(tmp_path, plan, shapes):
+def test_overlapping_chunks_of_a_distributed_checkpoint_are_refused(tmp_path, model, shapes):
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     folder = distributed(tmp_path / "source", shapes)
@@ -174,14 +198,14 @@ def test_overlapping_chunks_of_a_distributed_checkpoint_are_refused(tmp_path, pl
     metadata.state_dict_metadata[key].chunks = chunks
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     assert index.offset is not None
-    assert_refused(folder, plan, "do not make it up", tmp_path / "run")
+    assert_refused(folder, model, "do not make it up")
 
 
 @pytest.mark.parametrize("kind", ["whole numbers", "NaN"])
-def test_chunks_are_finite_numbers(tmp_path, plan, shapes, kind):
+def test_chunks_are_finite_numbers(tmp_path, model, shapes, kind):
     value = CHANGES[kind](values_of(NORM, shapes[0][NORM], "fp32"))
     folder = distributed(tmp_path / "source", shapes, **{NORM: value})
-    assert_refused(folder, plan, "source", tmp_path / "run")
+    assert_refused(folder, model, "source")
 
 
 def trainer(folder: Path, shapes: list[dict[str, list[int]]], **state: Any) -> Path:
@@ -198,15 +222,17 @@ def trainer(folder: Path, shapes: list[dict[str, list[int]]], **state: Any) -> P
     return folder
 
 
-def test_a_trainers_weights_are_finite_and_have_no_checksum(tmp_path, plan, shapes):
+def test_a_trainers_weights_are_finite_and_have_no_checksum(tmp_path, model, shapes):
     folder = trainer(tmp_path / "source", shapes)
-    made = write.import_source(open_source(folder), plan, tmp_path / "whole")
-    assert any("safetensors have no checksum" in each for each in made.unchecked)
+    source = open_source(folder)
+    source.use_model(model)
+    assert any("safetensors have no checksum" in each for each in source.unchecked)
+    take(folder, model)
     file = folder / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-4:] = b"\xff\xff\xff\x7f"  # a NaN
     file.write_bytes(content)
-    assert_refused(folder, plan, "no numbers", tmp_path / "run")
+    assert_refused(folder, model, "no numbers")
 
 
 @pytest.mark.parametrize(
@@ -217,9 +243,9 @@ def test_a_trainers_weights_are_finite_and_have_no_checksum(tmp_path, plan, shap
         {"num_input_tokens_seen": 10**30},
     ],
 )
-def test_impossible_counters_are_refused(tmp_path, plan, shapes, state):
+def test_impossible_counters_are_refused(tmp_path, model, shapes, state):
     folder = trainer(tmp_path / "source", shapes, **state)
-    assert_refused(folder, plan, "source", tmp_path / "run")
+    assert_refused(folder, model, "source")
 
 
 def sparse(file: Path) -> None:
@@ -230,7 +256,7 @@ def sparse(file: Path) -> None:
 
 @pytest.mark.parametrize("content", ["terabyte", "binary", "away", "empty"])
 @pytest.mark.parametrize("file", ["latest", "latest_universal", "trainer_state.json", ".metadata"])
-def test_files_beside_the_tensors_have_limits(tmp_path, plan, shapes, file, content):
+def test_files_beside_the_tensors_have_limits(tmp_path, model, shapes, file, content):
     folder = tmp_path / "source"
     if file == "latest":
         deepspeed_files.save(folder, shapes, stage=1, ranks=1)
@@ -245,11 +271,11 @@ def test_files_beside_the_tensors_have_limits(tmp_path, plan, shapes, file, cont
     else:
         known = {"binary": b"\xff\xfe\x00", "away": b"../../elsewhere", "empty": b""}
         (folder / file).write_bytes(known[content])
-    assert_refused(folder, plan, file.replace(".", r"\."), tmp_path / "run")
+    assert_refused(folder, model, file.replace(".", r"\."))
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "universal", "trainer", "sharded"])
-def test_a_pipe_is_not_waited_for(tmp_path, plan, shapes, kind):
+def test_a_pipe_is_not_waited_for(tmp_path, model, shapes, kind):
     folder = tmp_path / "source"
     if kind == "deepspeed":
         file = deepspeed_files.save(folder, shapes, stage=1, ranks=1) / (
@@ -264,7 +290,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, plan, shapes, kind):
             (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     file.unlink()
     os.mkfifo(file)
-    assert_refused(folder, plan, str(folder), tmp_path / "run")
+    assert_refused(folder, model, str(folder))
 
 
 def test_a_compressed_pickle_is_not_inflated(tmp_path):

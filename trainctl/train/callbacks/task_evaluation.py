@@ -123,7 +123,7 @@ class TaskEvaluation(Callback):
             write_all_but_weights(model, config, dtype, folder)
             self._model = model_of_ranks(
                 model,
-                folder,
+                str(folder),
                 self._asked,
                 max_length=self._length,
                 scores=lambda texts: self._asked_of_all(context, texts),
