@@ -167,7 +167,8 @@ def _unzipped(
     planned: Iterable[tuple[RunPlan, list[Finding]]],
 ) -> tuple[list[RunPlan], list[Finding]]:
     """Return the plans, and their warnings without repetitions."""
-    plans, found = [], {}
+    plans: list[RunPlan] = []
+    found: dict[Finding, None] = {}
     for plan, warned in planned:
         plans.append(plan)
         found |= dict.fromkeys(warned)

@@ -76,9 +76,9 @@ def plan_summary(result: Search, found: FoundPlan, price: float | None = None) -
         )
     if price is not None and result.rates_are_known:
         cost = found.cost_per_billion_tokens(price)
-        low, high = found.between(cost)
+        least, most = found.between(cost)
         whole = f", {cost * found.tokens_to_train / 1e9:,.2f} in all" if result.has_length else ""
-        between = f"between {low:,.2f} and {high:,.2f}"
+        between = f"between {least:,.2f} and {most:,.2f}"
         lines.append(f"{cost:,.2f} for a billion tokens ({between}){whole}")
     lines.append(f"time: {_time_shares(found.time)}")
     if found is not first:
