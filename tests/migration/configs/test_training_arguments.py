@@ -148,7 +148,7 @@ def test_damaged_files_are_named(tmp_path):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     arguments.laughs = laughs
     torch.save(arguments, tmp_path / "laughs.bin")
-    with pytest.raises(TrainctlError, match="more values than arguments have"):
+    with pytest.raises(TrainctlError, match="more than 100,000 values"):
         import_file(tmp_path / "laughs.bin")
 
 
