@@ -398,10 +398,13 @@ class ChatTemplate:
             if not answers or text[before : places[min(first, len(ids) - 1), 0]].strip():
                 answers.append([])
             answers[-1].append((first, end))
-        is_bare = np.isin(ids, self._after_content)
-        is_bare |= [not text[start:stop].strip() for start, stop in places.tolist()]
         for answer in answers:
-            if not all(is_bare[first:end].all() for first, end in answer):
+            tokens = (number for first, end in answer for number in range(first, end))
+            if any(
+                ids[number] not in self._after_content
+                and text[places[number, 0] : places[number, 1]].strip()
+                for number in tokens
+            ):
                 yield from answer
 
     def _unknown_span(self, messages: Sequence[Message], number: int) -> CannotRender:
