@@ -48,6 +48,7 @@ REFUSED = (
     (["model.family=mistral"], 'model.family was "llama", and is "mistral"'),
     (["optimizer=lion"], "the states of another optimizer, exp_avg, exp_avg_sq; this one has "),
     (["optimizer=sgd"], "this one has momentum_buffer"),
+    (["optimizer=muon"], "this one has exp_avg, exp_avg_sq, momentum_buffer"),
 )
 
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainctl.options import model as families
 from trainctl.options.optimizer import spec_of
 from trainctl.options.schedule import WithDecay
 from trainctl.plans.mup import check_multipliers, multipliers
+from trainctl.plans.optimizers import parameter_groups
 from trainctl.plans.schedule import Curve
 from trainctl.plans.shapes import head_dim, key_value_heads
 from trainctl.plans.trainable import is_partial, trainable
@@ -149,10 +151,11 @@ def check_optimizer(config: RunConfig, name: str, manifest: Mapping[str, Any]) -
     """
     had = set(manifest["states"]) - NON_OPTIMIZER_STATES
     optimizer, spec = config.optimizer, spec_of(config.optimizer)
-    matrices = set(spec.states_of(optimizer, is_matrix=True)) if spec.has_matrix_rule else set()
-    wanted = set(spec.states_of(optimizer, is_matrix=False))
-    if had and had not in (wanted, matrices, wanted | matrices):
-        raise optimizer_mismatch(name, had, wanted | matrices)
+    rules = {group.uses_muon for group in parameter_groups(config)}
+    states = (spec.states_of(optimizer, is_matrix=is_matrix) for is_matrix in rules)
+    wanted = set(chain.from_iterable(states))
+    if had and had != wanted:
+        raise optimizer_mismatch(name, had, wanted)
 
 
 def check_trainable(config: RunConfig, name: str, manifest: Mapping[str, Any]) -> None:
