@@ -37,6 +37,8 @@ WITHOUT_POSITIONS = {
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "head_dim": None, "hidden_size": None},
 }
 """Architectures whose code gives the mask no positions, with settings beside `SHAPE`."""
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SAMPLE = ("gpt2", "gpt_oss", "opt", "lfm2")
 ALL = ("sdpa", "eager", "flash_attention_2")
 JOINED = {
     "llama": ({}, ()),
@@ -97,3 +99,22 @@ def test_families_with_a_closed_form_keep_documents_apart(family: str) -> None:
     model = ModelConfig(family=family, head_dim=None if family == "gpt2" else 32, vocab_size=300)
     built = skeleton(model, torch.bfloat16)
     assert joined_attentions(built, supported_attentions(type(built)), 1) == ()
+
+
+def test_the_page_has_the_table_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import document_masks
+
+    assert document_masks.main(["--check"]) == 0
+    rows = {row["model_type"]: row for row in document_masks.rows()}
+    assert {name: document_masks.measured(name) for name in SAMPLE} == {
+        name: rows[name] for name in SAMPLE
+    }
+
+
+@pytest.mark.slow
+def test_every_decoder_of_transformers_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import document_masks
+
+    assert {row["model_type"] for row in document_masks.rows()} == set(document_masks.decoders())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import gcd
 from typing import Any
 
@@ -56,7 +56,7 @@ FLASH = "trainctl_documents"
 
 
 def joined_attentions(
-    built: PreTrainedModel, attentions: Sequence[str], blocks: int
+    built: PreTrainedModel, attentions: Sequence[str], blocks: int, *, mends: bool = True
 ) -> tuple[str, ...]:
     """Return the attentions with which packed documents see each other, as far as is known.
 
@@ -66,25 +66,26 @@ def joined_attentions(
         built: The model, on any device.
         attentions: Values of `model.attention` that it supports.
         blocks: Number of its first blocks that have every kind of block.
+        mends: Whether masks get the positions that its code leaves out, as in a run.
     """
     AttentionInterface.register(FLASH, _attend_within_documents)
     AttentionMaskInterface.register(FLASH, flash_attention_mask)
-    return tuple(each for each in attentions if not _are_apart(built, each, blocks))
-
-
-def _are_apart(built: PreTrainedModel, attention: str, blocks: int) -> bool:
-    """Return True if a small model of the class was run and its documents were apart."""
-    is_flash = "flash" in attention
+    apart: set[str] = set()
+    is_run = False  # an attention with code of its own may fail where the first one runs
     for config in small_configs(built.config, blocks):
-        with _quiet(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            try:
-                config._attn_implementation = FLASH if is_flash else attention
+        with _quiet(), torch.random.fork_rng(devices=[]), suppress(Exception):
+            for attention in attentions:
+                torch.manual_seed(0)
+                config._attn_implementation = FLASH if "flash" in attention else attention
                 model = _small_model(type(built), config)
-                return model is not None and is_apart(model)
-            except Exception:  # the sizes do not fit its code: try others
-                continue
-    return False
+                if mends:
+                    separate_documents(model)
+                if is_apart(model):
+                    apart.add(attention)
+                is_run = True
+        if is_run:
+            break
+    return tuple(each for each in attentions if each not in apart)
 
 
 @contextmanager
@@ -98,30 +99,38 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _small_model(code: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel | None:
-    """Return a model with random weights; None if it is too large to build."""
+def _small_model(code: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model with random weights.
+
+    Raises:
+        ValueError: It is too large to build.
+    """
     with parameters_on_meta(), SkipInit():
         model = code(config)
     if sum(each.numel() for each in model.parameters()) > LARGEST:
-        return None
+        raise ValueError("too large")
     model.tie_weights()
-    materialise(model.float(), _UnitGain(), torch.device("cpu"))
-    separate_documents(model)
+    materialise(model.float(), _RandomWeights(), torch.device("cpu"))
     return model.eval()
 
 
-class _UnitGain:
-    """Random weights that keep the size of what they multiply, so that nothing is lost on the way.
+GAIN = 0.3
+"""Gain of a random matrix. Larger ones make attention choose one token, where its scores are not
+divided by the root of their width; smaller ones hide what attention adds.
+"""
 
-    A class's own initial weights may be small, or zero.
-    """
+
+class _RandomWeights:
+    """Random weights with which all parts of a model matter. Its own may begin at zero."""
 
     def __init__(self) -> None:
         self._drawn = torch.randn(DRAWN)
 
     def read(self, name: str, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-        values = self._drawn.repeat(-(start - end) // DRAWN + 1)[: end - start]
-        return values * shape[-1] ** -0.5 if len(shape) > 1 else 1 + values / 10
+        count = end - start
+        first = int(torch.randint(DRAWN, ()))  # equal queries and keys would see themselves alone
+        values = self._drawn.repeat(count // DRAWN + 2)[first : first + count]
+        return GAIN * values * shape[-1] ** -0.5 if len(shape) > 1 else 1 + values / 10
 
     def buffer(self, name: str) -> None:
         return None
@@ -163,24 +172,30 @@ def small_configs(config: PretrainedConfig, blocks: int) -> Iterator[PretrainedC
 
     Some classes relate their sizes to each other: for them, widths or the number of blocks stay.
     """
-    for keeps_width in (False, True):
+    for divisor in (1, 2, 0):
         for count in dict.fromkeys((blocks, config.get_text_config().num_hidden_layers)):
-            content = _scaled(config.to_dict(), count, keeps_width)
+            content = _scaled(config.to_dict(), count, divisor)
             try:
                 yield type(config).from_dict(content)
             except Exception:  # the class refuses the sizes
                 continue
 
 
-def _scaled(content: Mapping[str, Any], blocks: int, keeps_width: bool) -> dict[str, Any]:
+def _scaled(content: Mapping[str, Any], blocks: int, divisor: int) -> dict[str, Any]:
     """Return a configuration with few blocks, heads, experts and rows of the vocabulary.
 
     Widths are divided by the same number as the heads, so that the width of a head stays: rotary
     embeddings and latent attention have sizes that follow from it.
+
+    Args:
+        divisor: Divides that number; 0 leaves widths and heads as they are.
     """
     sizes = {key: value for key, value in content.items() if type(value) is int}
     related = [key for key in sizes if _HEADS.fullmatch(key) or _HIDDEN.fullmatch(key)]
-    factor = 1 if keeps_width else gcd(*(sizes[key] for key in related if sizes[key] > 1)) or 1
+    common = gcd(*(sizes[key] for key in related if sizes[key] > 1))
+    factor = 1
+    if divisor and common:
+        factor = common // divisor if common % divisor == 0 else common
     layers = next((sizes[key] for key in sizes if _LAYERS.fullmatch(key)), 0)
     found = dict(content)
     for key, value in content.items():
@@ -188,9 +203,12 @@ def _scaled(content: Mapping[str, Any], blocks: int, keeps_width: bool) -> dict[
             if all(str(each).isdigit() for each in value):  # settings by the number of a block
                 found[key] = {each: of for each, of in value.items() if int(each) < blocks}
             elif "model_type" in value:
-                found[key] = _scaled(value, blocks, keeps_width)
+                found[key] = _scaled(value, blocks, divisor)
         elif isinstance(value, list) and layers and len(value) == layers:
-            found[key] = value[:blocks]
+            is_wide = _WIDE.fullmatch(key) and all(type(each) is int for each in value)
+            found[key] = [min(each, WIDTH) if is_wide else each for each in value[:blocks]]
+        elif key == "num_kv_shared_layers":  # may be more than all
+            found[key] = 0
         elif key in related:
             found[key] = max(1, value // factor)
         elif key in sizes and _LAYERS.fullmatch(key):
