@@ -65,8 +65,9 @@ def _sizes(corpus: Corpus) -> dict[str, tuple[int, int]]:
     for split, origin in origins:
         if origin is not None and len(origin):
             lengths = np.diff(corpus.ends(split).astype(np.int64), prepend=0)
-            np.add.at(sizes, (0, origin["file"]), 1)
-            np.add.at(sizes, (1, origin["file"]), lengths)
+            numbers = origin["file"].astype(np.int64)
+            sizes[0] += np.bincount(numbers, minlength=len(files))
+            sizes[1] += np.bincount(numbers, lengths, len(files)).astype(np.int64)
     return {str(file): (int(d), int(t)) for file, d, t in zip(files, *sizes, strict=True)}
 
 

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
     begin_of_text: tuple[int, ...]
     """Ids that the tokenizer puts before a text; often none, or its `bos_token`."""
     begin_of_document: tuple[int, ...]
-    """These ids if they are its `cls_token`, as an encoder expects; else none."""
+    """`begin_of_text` if that is the `cls_token`, as an encoder expects; else none."""
     end_of_document: int | None
     """Id appended to each document; None appends nothing."""
     fingerprint: str
@@ -140,7 +140,9 @@ class FileTokenizer:
         self.end_of_document: int | None = facts.end_of_document
         cls = self._backend.token_to_id(special_tokens_of(path).get("cls_token", "[CLS]"))
         self.begin_of_text: tuple[int, ...] = facts.begin_of_text
-        self.begin_of_document = facts.begin_of_text if facts.begin_of_text == (cls,) else ()
+        self.begin_of_document: tuple[int, ...] = ()
+        if facts.begin_of_text == (cls,):
+            self.begin_of_document = facts.begin_of_text
         end = f"\0{facts.end_of_document}"  # it is part of every encoded text
         end += "".join(f"\0begin {each}" for each in self.begin_of_document)
         self.file: Path | None = path

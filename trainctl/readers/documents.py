@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import DataConfig, OnBadText
@@ -204,10 +204,10 @@ def held_out_places(hashes: HashOrHashes, seed: int) -> HashOrHashes:
     """
     if seed == 0:
         return hashes
-    mixed = hashes ^ (seed * 0x9E3779B97F4A7C15 & _64_BITS)
+    mixed: Any = hashes ^ (seed * 0x9E3779B97F4A7C15 & _64_BITS)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _64_BITS
-    return mixed ^ (mixed >> 31)
+    return cast(HashOrHashes, mixed ^ (mixed >> 31))
 
 
 def held_out_choice(config: DataConfig, files: TextFiles) -> str:

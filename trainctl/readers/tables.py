@@ -137,14 +137,15 @@ def _object_reader(kind: Any) -> Callable[[Any], Any] | None:
             }
         )
     if types.is_map(kind):
-        read = _object_reader(kind.item_type) or (lambda value: value)
-        return lambda value: value if value is None else {key: read(each) for key, each in value}
+        of_items = _object_reader(kind.item_type) or (lambda value: value)
+        return lambda value: value if value is None else {k: of_items(v) for k, v in value}
     are_lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
     views = (types.is_list_view, types.is_large_list_view)
     is_list = any(test(kind) for test in (*are_lists, *views))
-    if not is_list or (read := _object_reader(kind.value_type)) is None:
+    of_elements = _object_reader(kind.value_type) if is_list else None
+    if of_elements is None:
         return None
-    return lambda value: value and [read(each) for each in value]
+    return lambda value: value and [of_elements(each) for each in value]
 
 
 @contextmanager

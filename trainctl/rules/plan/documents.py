@@ -80,10 +80,11 @@ def columns_are_names_that_are_read(draft: Draft) -> Iterator[Problem]:
     Fix: Put the name that trainctl reads before the colon, and the record's own key behind it.
     """
     for where, section in keyed_sources(draft.config.data).items():
-        unknown = [each for each in getattr(section, "columns", {}) if each not in NAMES]
+        columns: dict[str, str] = getattr(section, "columns", {})
+        unknown = [each for each in columns if each not in NAMES]
         if unknown and not isinstance(section, PromptsConfig):  # rewards read other names
             near = nearest_names(unknown[0], sorted(NAMES), count=1) or ["messages"]
-            own = section.columns[unknown[0]]
+            own = columns[unknown[0]]
             yield Problem(
                 f"{where}.columns has {unknown[0]!r}, and no record is read by that name",
                 f"{where}.columns={{{near[0]}: {own}}}; known are {', '.join(sorted(NAMES))}",

@@ -194,11 +194,11 @@ def _columns(source: Conversion, names: str, entry: Any, kind: str) -> dict[str,
         read_by |= {"prompt": "prompt", "messages": "prompt"}
         read_by |= {"response": "completion"} if kind == "answers" else {}
         read_by.pop("query", None)
-    told = entry.get("columns") if isinstance(entry.get("columns"), Mapping) else {}
+    told = dict(entry["columns"]) if isinstance(entry.get("columns"), Mapping) else {}
+    tags = dict(entry["tags"]) if isinstance(entry.get("tags"), Mapping) else {}
     defaults = {"prompt": "instruction", "response": "output"} if shape == "alpaca" else {}
     defaults |= {"kto_tag": "kto_tag"} if kind == "answers" and shape == "alpaca" else {}
     columns = {key: value for key, value in (defaults | told).items() if isinstance(value, str)}
-    tags = entry.get("tags") if isinstance(entry.get("tags"), Mapping) else {}
     found = {read_by[key]: value for key, value in columns.items() if key in read_by}
     found |= {_TAGS[key]: str(value) for key, value in tags.items() if key in _TAGS}
     left = [*sorted({*told} - {*read_by}), *sorted({*tags} - {*_TAGS})]
