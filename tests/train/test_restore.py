@@ -32,6 +32,7 @@ def process():
 def run(tmp_path, process):
     """Paths of a run with three checkpoints, whose weights equal the step."""
     made = RunPaths(tmp_path / "run")
+    made.root.mkdir()
     for step in (1, 2, 3):
         saver = Saver(made, process, PlainState(float(step)), CheckpointConfig(keep=3))
         saver.save(facts(step))
