@@ -69,7 +69,7 @@ def test_sampled_answers_are_a_text_of_their_step(tmp_path: Path) -> None:
     (text,) = found.tensor_proto.string_val
     head, _, first, *rest = text.decode().splitlines()
     assert head == "| prompt | answer | reward | rewards | advantage |" and len(rest) == 3
-    assert first == "| 4 = | 4 \\| &lt;b&gt;<br>four | 0.5 | exact 1, short  | -1.25 |"
+    assert first == "| 4 = | 4 \\| &lt;b&gt;<br>four | 0.5 | exact 1, short none | -1.25 |"
 
 
 def answer(prompt: int, text: str) -> dict[str, object]:
