@@ -48,7 +48,7 @@ OWN = {
     "migration/checkpoints/write.py": {"folder / file"},  # `imported-` and a number
     "mirror/fetch.py": {
         "root.with_name(root.name + FETCHING)",
-        "made.checkpoints / each.name",  # a key; files below it are made by `safe_path`
+        "run.checkpoints / each.name",  # a key; files below it are made by `safe_path`
     },
     "mirror/uploader.py": {
         "folder / name",  # never opened

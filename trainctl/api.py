@@ -871,8 +871,7 @@ def resume(
 ) -> Run:
     """Continue a run as a new attempt, from its newest complete checkpoint.
 
-    A run without a checkpoint begins again. Where no step is left, nothing happens. See `launch`
-    for how it is supervised, and for what is raised.
+    A run without a checkpoint begins again. Where no step is left, nothing happens. See `launch`.
 
     Args:
         run: A run, its directory, or the URL of its mirror, from which `fetch` makes a directory.
@@ -890,8 +889,7 @@ def resume(
         trust_code: Run what a mirror's configuration names; see `fetch`.
 
     Raises:
-        TrainctlError: It is no run, in use, or has no checkpoint; or the plan is refused. As
-            `RunFailed`: the run failed.
+        TrainctlError: It is no run, in use, or the plan is refused. As `RunFailed`: it failed.
         KeyboardInterrupt: Ctrl-C; the run has saved and ended.
     """
     from trainctl.launchers import start

@@ -166,13 +166,10 @@ def resume(
     target, overrides = split_target(run)
     if not dry_run:
         tolerate_broken_pipe()
-    elif prove and target is not None and is_url(target):
-        raise TrainctlError(
-            "--prove needs the weights, and --dry-run of a URL fetches none",
-            hint="leave one of them out",
-        )
+    view = LaunchView(as_json=as_json, verbose=verbose, force=force, dry_run=dry_run, run_dir=None)
     trusts = context.find_root().params["trust_code"]
-    with _fetched(target, run_dir, step, dry_run, as_json=as_json, trusts=trusts) as fetched:
+    kind = "prove" if dry_run and prove else "plan" if dry_run else "run"
+    with _fetched(target, run_dir, step, kind, as_json=as_json, trusts=trusts) as fetched:
         api.resume(
             fetched,
             *overrides,
@@ -182,9 +179,7 @@ def resume(
             prove_first=prove,
             force=force,
             wait=not detach,
-            progress=LaunchView(
-                as_json=as_json, verbose=verbose, force=force, dry_run=dry_run, run_dir=None
-            ),
+            progress=view,
             config_dir=config_dir,
             script_arguments=script_arguments(context),
             run_dir=None if target is not None and is_url(target) else run_dir,
@@ -196,20 +191,26 @@ def _fetched(
     target: str | None,
     run_dir: Path | None,
     step: int | None,
-    dry_run: bool,
+    kind: Literal["run", "plan", "prove"],
     *,
     as_json: bool,
     trusts: bool,
 ) -> Iterator[api.Run | str]:
     """Give the run that is fetched from a URL, and say where it is; a path as it is.
 
-    A dry run gets a temporary copy without tensors.
+    Args:
+        kind: `plan` gives a temporary copy without tensors, with which `prove` cannot begin.
     """
     if target is None:
         yield api.Run.newest()
     elif not is_url(target):
         yield target
-    elif dry_run:
+    elif kind == "prove":
+        raise TrainctlError(
+            "--prove needs the weights, and --dry-run of a URL fetches none",
+            hint="leave one of them out",
+        )
+    elif kind == "plan":
         with api.opened_run(target, step=step, trust_code=trusts, weights=False) as copy:
             print_message(f"{copy.path} is a copy without weights, which is removed")
             yield copy

@@ -221,15 +221,7 @@ class Mirror:
         if not made.root.is_dir():
             make_folder(made.root, folder_mode())
         try:
-            wanted = {made.root: read_files(self._store, self.index.records)}
-            for each in checkpoints:
-                wanted[made.checkpoints / each.name] = read_files(self._store, each.files)
-            paths = {safe_path(folder, file.name) for folder in wanted for file in wanted[folder]}
-            _remove_all_but(made.root, paths)
-            total = sum(file.bytes for files in wanted.values() for file in files)
-            if weights:
-                _check_space(made.root, total)
-            self._write_records(made, progress)
+            self._prepare(made, checkpoints, progress, needs_space=weights)
             if not trusts_code:
                 _refuse_code(made, self.url)
         except TrainctlError as error:
@@ -249,8 +241,31 @@ class Mirror:
         write_mirror_state(made, state)
         made.root.rename(root)
         sync_directory(root.parent)
-        progress("fetching", total, total)
+        progress("fetching", 1, 1)
         return RunPaths(root.resolve())
+
+    def _prepare(
+        self,
+        run: RunPaths,
+        checkpoints: Sequence[ListedCheckpoint],
+        progress: Progress,
+        *,
+        needs_space: bool,
+    ) -> None:
+        """Remove what an interrupted fetch of something else left, and write the records.
+
+        Raises:
+            TrainctlError: As `fetch`.
+        """
+        wanted = {run.root: read_files(self._store, self.index.records)}
+        for each in checkpoints:
+            wanted[run.checkpoints / each.name] = read_files(self._store, each.files)
+        paths = {safe_path(folder, file.name) for folder in wanted for file in wanted[folder]}
+        _remove_all_but(run.root, paths)
+        if needs_space:
+            total = sum(file.bytes for files in wanted.values() for file in files)
+            _check_space(run.root, total)
+        self._write_records(run, progress)
 
     def _write_records(self, run: RunPaths, progress: Progress = _ignore) -> None:
         """Write configuration, plans and records, and check that a resume can read them.

@@ -85,7 +85,7 @@ class ImportedCheckpoint:
     notes: list[str]
     """Remarks: what is unknown, was not carried over, or differs from the configuration."""
     unchecked: list[str]
-    """What cannot be checked about the source's files."""
+    """Properties of the source's files that cannot be checked."""
 
 
 def import_source(
