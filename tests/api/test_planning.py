@@ -118,7 +118,8 @@ def test_mistakes_raise_with_every_finding(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_a_search_ranks_plans() -> None:
-    found = tc.search("llama-8b", "training.tokens=1B", hardware=HARDWARE, top=3)
+    words = ("training.tokens=1B", "training.sequence_length=2048")
+    found = tc.search("llama-8b", *words, hardware=HARDWARE, top=3)
     assert len(found) == 3
     assert "training.global_batch_tokens=4M" in found.overrides
     rates = [each.tokens_per_second for each in found]
