@@ -207,7 +207,7 @@ def _unreadable(file: Path, error: Exception) -> TrainctlError:
 
 
 def _read_script(file: Path) -> LaunchScript:
-    """Return what a launch script says.
+    """Return the options, machines and warnings of a launch script.
 
     Raises:
         TrainctlError: It cannot be read, or has no training command.

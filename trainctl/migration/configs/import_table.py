@@ -258,7 +258,7 @@ def _make_room_for_answers(conversion: Conversion) -> None:
     """Double the length of samples with two answers: other programs have one row for each."""
     converted = conversion.converted
     length, kind = converted.settings.get(LENGTH), converted.choices.get("objective")
-    if kind is None or not is_number(length):
+    if kind is None or length is None or not is_number(length):
         return
     if load_spec("objective", kind).takes not in (SampleKind.pairs, SampleKind.answers):
         return

@@ -68,7 +68,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class LaunchScript:
-    """What a launch script says."""
+    """Options, machines and warnings of a launch script."""
 
     options: dict[str, Any]
     """Options of the program."""
@@ -82,7 +82,7 @@ class LaunchScript:
 
 
 def read_launch_script(text: str, name: str) -> LaunchScript:
-    """Return what a script says.
+    """Return the options, machines and warnings of a script.
 
     Args:
         name: Its file, for messages.
