@@ -168,8 +168,9 @@ def resume(
         tolerate_broken_pipe()
     view = LaunchView(as_json=as_json, verbose=verbose, force=force, dry_run=dry_run, run_dir=None)
     trusts = context.find_root().params["trust_code"]
-    kind = "prove" if dry_run and prove else "plan" if dry_run else "run"
-    with _fetched(target, run_dir, step, kind, as_json=as_json, trusts=trusts) as fetched:
+    with _fetched(
+        target, run_dir, step, dry_run=dry_run, prove=prove, as_json=as_json, trusts=trusts
+    ) as fetched:
         api.resume(
             fetched,
             *overrides,
@@ -191,26 +192,26 @@ def _fetched(
     target: str | None,
     run_dir: Path | None,
     step: int | None,
-    kind: Literal["run", "plan", "prove"],
     *,
+    dry_run: bool,
+    prove: bool,
     as_json: bool,
     trusts: bool,
 ) -> Iterator[api.Run | str]:
     """Give the run that is fetched from a URL, and say where it is; a path as it is.
 
-    Args:
-        kind: `plan` gives a temporary copy without tensors, with which `prove` cannot begin.
+    A dry run gets a temporary copy without tensors, with which a proof cannot begin.
     """
     if target is None:
         yield api.Run.newest()
     elif not is_url(target):
         yield target
-    elif kind == "prove":
+    elif dry_run and prove:
         raise TrainctlError(
             "--prove needs the weights, and --dry-run of a URL fetches none",
             hint="leave one of them out",
         )
-    elif kind == "plan":
+    elif dry_run:
         with api.opened_run(target, step=step, trust_code=trusts, weights=False) as copy:
             print_message(f"{copy.path} is a copy without weights, which is removed")
             yield copy
