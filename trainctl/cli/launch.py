@@ -167,9 +167,8 @@ def resume(
     if not dry_run:
         tolerate_broken_pipe()
     view = LaunchView(as_json=as_json, verbose=verbose, force=force, dry_run=dry_run, run_dir=None)
-    trusts = context.find_root().params["trust_code"]
     with _fetched(
-        target, run_dir, step, dry_run=dry_run, prove=prove, as_json=as_json, trusts=trusts
+        context, target, run_dir, step, dry_run=dry_run, prove=prove, as_json=as_json
     ) as fetched:
         api.resume(
             fetched,
@@ -189,6 +188,7 @@ def resume(
 
 @contextmanager
 def _fetched(
+    context: typer.Context,
     target: str | None,
     run_dir: Path | None,
     step: int | None,
@@ -196,12 +196,12 @@ def _fetched(
     dry_run: bool,
     prove: bool,
     as_json: bool,
-    trusts: bool,
 ) -> Iterator[api.Run | str]:
     """Give the run that is fetched from a URL, and say where it is; a path as it is.
 
     A dry run gets a temporary copy without tensors, with which a proof cannot begin.
     """
+    trusts = context.find_root().params["trust_code"]
     if target is None:
         yield api.Run.newest()
     elif not is_url(target):
