@@ -167,9 +167,8 @@ def resume(
     if not dry_run:
         tolerate_broken_pipe()
     view = LaunchView(as_json=as_json, verbose=verbose, force=force, dry_run=dry_run, run_dir=None)
-    with _fetched(
-        context, target, run_dir, step, dry_run=dry_run, prove=prove, as_json=as_json
-    ) as fetched:
+    asked = {"dry_run": dry_run, "prove": prove, "as_json": as_json}
+    with _fetched(context, target, run_dir, step, **asked) as fetched:
         api.resume(
             fetched,
             *overrides,
