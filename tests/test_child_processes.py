@@ -154,7 +154,7 @@ serve(answer)
 
 
 def test_a_process_answers_one_question_after_the_other() -> None:
-    with ChildProcess(["-c", CHILD]) as child:
+    with ChildProcess(["-P", "-c", CHILD]) as child:
         long = os.urandom(3_000_000)
         assert child.ask(long, 60) == long[::-1]
         assert child.ask(b"fork", 60) == b"krof"
@@ -164,11 +164,11 @@ def test_a_process_answers_one_question_after_the_other() -> None:
             child.ask_json({}, 60)
         with pytest.raises(NoReply, match="of 5 bytes, and at most 4 are taken"):
             child.ask(b"12345", 60, most_bytes=4)
-    with ChildProcess(["-c", CHILD]) as child:
+    with ChildProcess(["-P", "-c", CHILD]) as child:
         with pytest.raises(NoReply, match="ended with exit code 7"):
             child.ask(b"die", 60)
         assert not child.is_idle
-    with ChildProcess(["-c", CHILD]) as child:
+    with ChildProcess(["-P", "-c", CHILD]) as child:
         assert child.ask(b"12", 60) == b"21"
         with pytest.raises(ReplyTimeout, match=r"took more than 0\.1 s"):
             child.ask(b"sleep", 0.1)

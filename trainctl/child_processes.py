@@ -127,7 +127,7 @@ class ChildProcess(Channel):
     """A process started to answer questions by `serve`; a context manager, which kills it.
 
     Args:
-        arguments: Arguments of Python, such as `-m` and a module.
+        arguments: Arguments of Python, such as `-P`, `-m` and a module.
         environment: Environment variables; None takes those of this process.
         output: File for what the child prints; None is this process's stderr.
         has_own_session: Whether what the child starts is killed with it.
@@ -145,7 +145,7 @@ class ChildProcess(Channel):
         self._has_own_session = has_own_session
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", *arguments],
+                [sys.executable, *arguments],
                 stdin=its.fileno(),
                 stdout=2 if output is None else output,
                 stderr=output,

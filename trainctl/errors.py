@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 
 class ExitCode(IntEnum):
@@ -108,9 +108,6 @@ class TrainctlError(Exception):
     several.
     """
 
-    on_all_ranks = False
-    """Whether all ranks of a run raise it together, so that they can still save."""
-
     def __init__(
         self,
         message: str,
@@ -120,6 +117,7 @@ class TrainctlError(Exception):
         findings: Sequence[Finding] = (),
     ) -> None:
         super().__init__(message)
+        self.is_of_all_ranks = False
         self.message = message
         self.hint = hint
         self.exit_code = exit_code
@@ -133,6 +131,11 @@ class TrainctlError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without `__init__`, whose arguments differ between subclasses."""
         return type(self).__new__, (type(self), *self.args), self.__dict__
+
+    def of_all_ranks(self) -> Self:
+        """Return this error, marked as one that all ranks raise together: they can still save."""
+        self.is_of_all_ranks = True
+        return self
 
     @classmethod
     def from_findings(cls, findings: Sequence[Finding]) -> TrainctlError:

@@ -132,7 +132,8 @@ def test_ctrl_c_ends_the_launch(folder: Path) -> None:
 def test_a_run_in_the_background_outlives_its_caller(folder: Path) -> None:
     overrides = script(folder, 3)
     code = f"import trainctl as tc; tc.launch(*{overrides!r}, run_dir='runs/a', wait=False)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore::UserWarning", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert tc.Run("runs/a").wait(timeout=60).state == "finished"
 
@@ -206,7 +207,8 @@ def test_metrics_are_the_rows_that_count_of_the_csv_files(folder: Path) -> None:
     assert found["step"].dtype == "int64"
     with EventWriter(paths.events, 2) as events:
         events.write("evaluation", step=9, loss=2.5)
-    assert run.metrics()["held_out/loss"].tolist()[-1] == 2.5
+    found = run.metrics()
+    assert found["held_out/loss"].tolist()[-1] == 2.5
     table = run.metrics(as_="arrow")
     assert table.to_pandas().equals(found)
     assert len(tc.Run(new_run(folder / "empty").root).metrics()) == 0

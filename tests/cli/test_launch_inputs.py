@@ -111,7 +111,7 @@ def test_a_comparison_a_search_and_a_sweep_warn_once(capsys: pytest.CaptureFixtu
     assert run(["sweep", *words, "--dry-run"]) == 0
     swept = capsys.readouterr().err
     assert compared.count("is no model of bytes") == searched.count("is no model of bytes") == 1
-    assert compared.count("12,294 passes over the corpus") == 1
+    assert compared.count("passes over the corpus") == 1
     assert searched.count("passes over the corpus") == 1
     assert swept.count("passes over the corpus") == 1
 
@@ -131,7 +131,7 @@ def test_the_demonstration_is_what_it_is_meant_for(capsys: pytest.CaptureFixture
     assert findings(capsys, "recipe=tiny") == {}
     assert run(["launch", "--dry-run", "recipe=tiny"]) == 0
     lines = capsys.readouterr().out
-    assert "  data      stdlib: about 11 M tokens to train on, epochs: 0.06\n" in lines
+    assert "  data      stdlib: about 11.5 M tokens to train on, epochs: 0.057\n" in lines
     assert "  weights   random at step 0" in lines
     assert "  tokenizer byte: 257 of 264 ids" in lines
 

@@ -195,7 +195,7 @@ class _RewardProcess:
         self._start()
 
     def _start(self) -> None:
-        command = ["-c", _COMMAND.format(os.getpid())]
+        command = ["-P", "-c", _COMMAND.format(os.getpid())]
         self._process = ChildProcess(command, has_own_session=True)
         self._is_loaded = False
         with suppress(NoReply):  # it has ended already: the next message tells

@@ -266,7 +266,7 @@ def _decode_with_names(ids: list[int], tokenizer: Tokenizer) -> str:
         return text
     names = re.compile("|".join(sorted(map(re.escape, added.values()), key=len, reverse=True)))
     are_tokens: list[bool] = []
-    for is_added, run in groupby(ids, added.__contains__):
+    for is_added, run in groupby(ids, lambda token: token in added):
         numbers = list(run)
         found = numbers if is_added else names.findall(tokenizer.decode(numbers))
         are_tokens += [is_added] * len(found)

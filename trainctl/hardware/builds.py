@@ -204,7 +204,7 @@ def build_folders(operator: str) -> list[Path]:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return sorted((local_path(cache) / "torch_extensions").glob(f"*/{operator}"))
-    except (OSError, RuntimeError):  # no such folder, or a user without a home
+    except OSError:  # no such folder
         return []
 
 

@@ -198,14 +198,13 @@ def calibration_file() -> Path:
     named = os.environ.get("TRAINCTL_CALIBRATION_FILE")
     if named:
         return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        return local_path(cache) / "trainctl" / "calibration.json"
-    except RuntimeError:
+    cache = local_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if not cache.is_absolute():
         raise MachineError(
             "this user has no home directory to keep measurements in",
             hint="set HOME, XDG_CACHE_HOME or TRAINCTL_CALIBRATION_FILE",
-        ) from None
+        )
+    return cache / "trainctl" / "calibration.json"
 
 
 def read_calibration(device: str) -> Calibration | None:

@@ -68,10 +68,9 @@ def check_root_caches(config: RunConfig, hardware: Hardware) -> Iterator[str | F
         os.environ.get("TORCH_EXTENSIONS_DIR") or f"{caches}/torch_extensions",
     }
     for name in sorted(named):
-        try:
-            path = local_path(name).absolute()
-        except RuntimeError:  # a user without a home
+        if str(local_path(name)).startswith("~"):  # a user without a home
             continue
+        path = local_path(name).absolute()
         folder = next((each for each in (path, *path.parents) if each.exists()), path)
         try:
             owner = folder.stat().st_uid

@@ -185,7 +185,7 @@ def ask_inspection(
         NoReply: With the last line that the process printed.
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    command = ["-m", "trainctl.train.models.inspection_entry"]
+    command = ["-P", "-m", "trainctl.train.models.inspection_entry"]
     with (
         tempfile.TemporaryFile() as output,
         ChildProcess(command, environment=environment, output=output) as process,

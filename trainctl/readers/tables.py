@@ -279,7 +279,7 @@ class _Process(ChildProcess):
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
-        super().__init__(["-c", _COMMAND])
+        super().__init__(["-P", "-c", _COMMAND])
 
     def item(self) -> tuple[str, Any]:
         """Return the reply to the last question: its kind, and an item or an error."""

@@ -154,7 +154,7 @@ class Trainer:
             self._checkpoints.save_unless_saved()
             return True
         except TrainctlError as error:
-            if error.on_all_ranks:
+            if error.is_of_all_ranks:
                 self._checkpoints.save_unless_saved()
             raise
         self._checkpoints.amend()

@@ -212,7 +212,7 @@ def _training(
     """Return the training of a launcher's words; None if they name no program."""
     if launcher == "python":
         _, words = _take(words, FLAGS["python"], stop="-m")
-        if words[:1] == ["-m"]:
+        if words and words[0] == "-m":
             module = MODULES.get(words[1]) if words[1:] else None
             if module:
                 return _training(module, words[2:], line, around)

@@ -102,8 +102,7 @@ class TaskEvaluation(Callback):
                 "resume goes on from the last checkpoint",
                 exit_code=ExitCode.training_failed,
             )
-            failure.on_all_ranks = True
-            raise failure from cause
+            raise failure.of_all_ranks() from cause
 
     def _prepare(self, context: Context) -> None:
         """Read the tasks and their data, and make the model that lm-eval asks."""

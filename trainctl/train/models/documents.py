@@ -172,8 +172,9 @@ def small_configs(config: PretrainedConfig, blocks: int) -> Iterator[PretrainedC
 
     Some classes relate their sizes to each other: for them, widths or the number of blocks stay.
     """
+    counts = (blocks, getattr(config.get_text_config(), "num_hidden_layers", blocks))
     for divisor in (1, 2, 0):
-        for count in dict.fromkeys((blocks, config.get_text_config().num_hidden_layers)):
+        for count in dict.fromkeys(counts):
             content = _scaled(config.to_dict(), count, divisor)
             try:
                 yield type(config).from_dict(content)

@@ -302,6 +302,5 @@ def on_first_rank(process: Process, work: Callable[[], Result], beat: Callable[[
         pool.shutdown(wait=False)
     result, problem = process.broadcast_from_first((result, problem))
     if problem is not None:
-        problem.on_all_ranks = True
-        raise problem
+        raise problem.of_all_ranks()
     return result
