@@ -307,6 +307,13 @@ ERRORS = [
         "leave it out",
     ),
     (
+        "TC555",
+        {"data__kind": "chat", "data__paths": ["a.jsonl"], "data__columns": {"mesages": "dialog"}},
+        gpus(),
+        "data.columns has 'mesages', and no record is read by that name",
+        "data.columns={messages: dialog}",
+    ),
+    (
         "TC363",
         mixed(code={"fim_rate": 0.5}),
         gpus(),
