@@ -220,7 +220,7 @@ def test_config_why_names_what_explain_finds(capsys: pytest.CaptureFixture[str])
         assert run(["config", "why", *words]) == ExitCode.bad_input
         assert "`trainctl explain wandb` finds" in capsys.readouterr().err
     assert run(["config", "why", "docker", "recipe=tiny"]) == ExitCode.bad_input
-    assert "launcher.skypilot_resources" in capsys.readouterr().err
+    assert "`trainctl explain docker` finds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["\u00b2", "\u0663\u0663\u0663", "1" * 5000])
