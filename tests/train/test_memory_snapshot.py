@@ -58,7 +58,7 @@ class Run:
         self.callback = MemorySnapshot(MemorySnapshotConfig(**keys))
         self.allocator = allocator
         self.folder = root / "attempts" / "1"
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.context: Any = SimpleNamespace(
             rank=rank,
             world_size=2,

@@ -70,7 +70,7 @@ def data_of(rewards: SlowRewards, beats: list[str]) -> Any:
     data._journal = SimpleNamespace(beat=lambda phase, doing: beats.append(doing))
     data._section, data._rewards = new_section("objective", "grpo"), rewards
     data._idle_steps, data._reasons = 0, {}
-    data._generate = lambda rows, writer: [fields() for _ in rows]
+    data._generate = lambda rows, writer, beat: [fields() for _ in rows]
     return data
 
 
@@ -92,7 +92,7 @@ def test_rewards_that_take_long_are_kept_one_by_one_and_the_run_shows_life(
     known = {key: fields() for key in KEYS}
     data = data_of(SlowRewards(fails_at=2), beats)
     with pytest.raises(Exception, match="killed"):
-        data._judge(KEYS, {7: prompt("p")}, known, writer, step=0)
+        data._judge(KEYS, {7: prompt("p")}, known, writer, step=0, beat=beats.append)
     assert kept == [(KEYS[0], {"length": 0.0}), (KEYS[1], {"length": 1.0})]
     assert len(beats) > 5 and set(beats) == {"judging 4 answers"}
 
