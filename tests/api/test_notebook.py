@@ -37,9 +37,10 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = NotebookClient(book, timeout=900, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
-    streams = {(output.name, output.text) for output in outputs if output.output_type == "stream"}
-    (printed,) = streams  # only the last cell prints
-    assert printed[0] == "stdout" and printed[1].startswith("def ")
+    streams = [output for output in outputs if output.output_type == "stream"]
+    (printed,) = (each.text for each in streams if each.name == "stdout")  # the last cell's alone
+    assert printed.startswith("def ")
+    assert all("UserWarning" in each.text for each in streams if each.name == "stderr")
     shown = [output.data.get("text/html", "") for output in outputs if "data" in output]
     assert all(shown), "everything has a picture or a table"
     assert "<svg" in next(text for text in shown if "60 of 60" in text), "the curve of the run"
