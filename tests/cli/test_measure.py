@@ -69,7 +69,7 @@ def test_the_run_ends_with_the_command(tmp_path: Path, number: signal.Signals) -
         assert _working_in(tmp_path) == [] and list(tmp_path.iterdir()) == []
         return
     _wait_until(lambda: not _working_in(tmp_path))
-    (records,) = tmp_path.glob("trainctl-measure-*/run/events.jsonl")
+    (records,) = tmp_path.glob("trainctl-*/run/events.jsonl")
     assert '"memory"' not in records.read_text(), "it went on to its end"
 
 
