@@ -157,6 +157,9 @@ class Trainer:
             if error.is_of_all_ranks:
                 self._checkpoints.save_unless_saved()
             raise
+        if self._now.is_stopping and not stop:  # a hook after the agreement was told to return
+            self._checkpoints.save_unless_saved()
+            stop = True
         self._checkpoints.amend()
         return stop
 
