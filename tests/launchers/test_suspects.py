@@ -204,9 +204,9 @@ def test_a_poisoned_document_is_named_and_the_devices_do_not_differ(
     line = (tmp_path / "train.jsonl").read_text().splitlines().index('{"text": "%s"}' % ("z" * 89))
     assert (document["document"], document["line"]) == (line, line + 1)
     assert Path(document["file"]).name == "train.jsonl"
-    assert document["share"] > 0.99 and found["left"] < 0.01 < 0.1 < found["replayed"]
+    assert document["share"] > 0.7 and found["left"] < 0.3 * found["replayed"]
     assert "replaying 1 step after step 9, then step 11" in messages
-    assert "median of the 10 steps before" in messages
+    assert "by the trend of the 10 steps before" in messages
     assert command(["trial", "run", "--step", str(AT)]) == 0
     out, _ = capsys.readouterr()
     assert "no device differs: 2 ranks, 2 shares of step 11, each on 2 devices" in out

@@ -8,6 +8,7 @@ has no place in such a file, such as a name of Python's own library, is refused.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import sys
 import zipfile
@@ -94,6 +95,12 @@ def _damaged(file: Path, why: str) -> TrainctlError:
 
 class _ArgumentValues(PlainValues):
     """Conversion of objects to plain values; what has no value of its own is None."""
+
+    def value(self, value: Any, name: str = "", level: int = 0) -> Any:
+        """Return a plain value; None for infinity, which settings of DeepSpeed have."""
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return super().value(value, name, level)
 
     def item(self, key: str, value: Any, name: str, level: int) -> Any:
         """Return the value of a key, without a secret."""

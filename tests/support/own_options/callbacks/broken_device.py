@@ -20,7 +20,7 @@ class BrokenKeys(CallbackConfig):
 
 
 class BrokenDevice(Callback):
-    """Flips the lowest bit of one number on its rank, from the first step or after the last one."""
+    """Flips a bit of one number on its rank, from the first step or after the last one."""
 
     def __init__(self, keys: BrokenKeys) -> None:
         self._fault, self._rank, self._calls = keys.fault, keys.broken_rank, 0
@@ -34,8 +34,9 @@ class BrokenDevice(Callback):
         if self._fault == "gradient":
             module.weight.register_hook(lambda gradient: flipped(gradient.clone()))
 
-    def on_train_end(self, context: Context) -> None:
-        if self._fault == "weight" and context.rank == self._rank:
+    def after_step(self, context: Context) -> None:
+        is_last = context.step == context.plan.stop_step
+        if is_last and self._fault == "weight" and context.rank == self._rank:
             flipped(_module(context).weight)
 
     def _break_output(self, module: Any, inputs: Any, output: Any) -> Any:
@@ -45,16 +46,16 @@ class BrokenDevice(Callback):
                 flipped(module.weight)
             return None
         is_wrong = self._fault == "product" or self._calls % 4 == 0
-        return flipped(output.clone()) if is_wrong else None
+        return flipped(output.clone(), bit=12) if is_wrong else None
 
 
-def flipped(tensor: Any) -> Any:
-    """Flip the lowest bit of a tensor's middle element, in place."""
+def flipped(tensor: Any, bit: int = 0) -> Any:
+    """Flip a bit of a tensor's middle element, in place; 0 is the lowest."""
     import torch
 
     values = tensor.data.view(-1)  # without notice to autograd
     bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
-    bits[len(bits) // 2] ^= 1
+    bits[len(bits) // 2] ^= 1 << bit
     return tensor
 
 
