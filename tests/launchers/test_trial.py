@@ -44,7 +44,7 @@ SETTINGS = {
 STEP, CHECKPOINT = 4, 2
 
 UP = "model.layers.1.mlp.up_proj.weight"
-BEHIND = "model.layers.[12].*"
+BEHIND = "model.[ln]*"
 """Weights behind the broken product: rounding, which kernels differ in, decides which of them are
 the first whose gradients show one wrong bit.
 """
