@@ -300,7 +300,7 @@ def test_a_data_source_is_trained_on_and_found_again(trained: Trained) -> None:
     budget = json.loads(trained.trainctl("estimate-memory", *OWN, "--json").stdout)
     assert budget["components"]["optimizer_states"] > 0
     corpus = json.loads((trained.run / "corpus.json").read_text())
-    assert (corpus["train"]["documents"], corpus["held_out"]["documents"]) == (60, 20)
+    assert (corpus["train"]["documents"], corpus["held_out"]["documents"]) == (72, 8)
     shown = trained.trainctl("data", "show", "run", "--samples", "0", "--json").stdout
     (passage, *_) = json.loads(shown)["samples"][0]["passages"]
     text = Path(passage["file"]).read_text().split("\n")[passage["line"] - 1]

@@ -80,6 +80,7 @@ def test_duckdb_reads_the_curve(curve: dict[int, dict[str, Any]]) -> None:
         assert forward == curve[step]["seconds"]["forward"]
 
 
+@pytest.mark.slow  # jq is not among Python's company
 def test_jq_reads_events(curve: dict[int, dict[str, Any]]) -> None:
     require(shutil.which("jq"), "jq")
     (text,) = (text for kind, text in BLOCKS if kind == "console" and "jq" in text)
