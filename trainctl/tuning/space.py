@@ -175,6 +175,7 @@ class Space:
 
     def candidates(self, offloads: list[Values]) -> Iterator[Candidate]:
         """Yield every variant that simple arithmetic allows, timed."""
+        sections: dict[str, Any] = {}
         for mesh, stage, offload in product(self._meshes(), self._stages(), offloads):
             layout = ShownLayout(mesh, stage, *self._offload_of(offload))
             fixed = {
@@ -198,7 +199,7 @@ class Space:
                     elif not self.is_fixed("training.gradient_accumulation_steps"):
                         # Derived from the batch.
                         values["training.gradient_accumulation_steps"] = None
-                    changed = with_values(self.base, values)
+                    changed = with_values(self.base, values, sections)
                     variant = time_variant(changed, self.hardware, blocks)
                     if variant is not None:
                         yield Candidate(values, layout, kept, variant)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import ceil
+from operator import attrgetter
 from typing import Any
 
 from trainctl.config.keys import as_written
@@ -100,15 +101,20 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        return sum(self.parts.values())
+        return float(sum(_all_parts(self)))
 
     @property
     def parts(self) -> Mapping[str, float]:
         """Seconds by the name of the part; without `context`, `experts` and `rollout` where the
         step has none.
         """
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {k: v for k, v in found.items() if v or k not in ("context", "experts", "rollout")}
+        found = zip(_PARTS, _all_parts(self), strict=True)
+        return {name: seconds for name, seconds in found if seconds or name not in _RARE}
+
+
+_PARTS = tuple(item.name for item in fields(StepTime))
+_RARE = ("context", "experts", "rollout")
+_all_parts = attrgetter(*_PARTS)
 
 
 def step_time(plan: LayoutPlan) -> StepTime:
@@ -446,15 +452,24 @@ class TimedVariant:
         return self.time.seconds / self.sketch.batch.tokens_per_step
 
 
-def with_values(config: RunConfig, values: Values) -> RunConfig:
-    """Return the configuration with some keys changed; unchanged sections are shared."""
+def with_values(
+    config: RunConfig, values: Values, known: dict[str, Any] | None = None
+) -> RunConfig:
+    """Return the configuration with some keys changed; unchanged sections are shared.
+
+    `known` has the sections that earlier calls for the same `config` have made.
+    """
     by_section: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")
         by_section.setdefault(section, {})[name] = value
-    changed = {
-        name: changed_section(getattr(config, name), **new) for name, new in by_section.items()
-    }
+    known = {} if known is None else known
+    changed = {}
+    for name, new in by_section.items():
+        made = f"{name} {new}"
+        if made not in known:
+            known[made] = changed_section(getattr(config, name), **new)
+        changed[name] = known[made]
     return replace(config, **changed)
 
 
