@@ -161,7 +161,7 @@ def test_no_wrong_tensor_is_taken(originals, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_wrong_tensor_is_taken_of_many(originals, kind):
-    @settings(max_examples=500, deadline=None, database=None, suppress_health_check=CHECKS)
+    @settings(max_examples=2000, deadline=None, database=None, suppress_health_check=CHECKS)
     @given(st.data())
     def check(data):
         _check(data, originals[kind])

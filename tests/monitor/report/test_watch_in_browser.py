@@ -45,6 +45,14 @@ def watched(*words: str, cwd: Path) -> Iterator[tuple[str, subprocess.Popen[str]
         server.kill()
 
 
+def fits_any_window(window: Browser) -> None:
+    """Check that nothing is cut off on a laptop or a phone: wide tables scroll within the page."""
+    for width in (1300, 390):
+        window.resize(width, 800)
+        window.wait(f"return document.documentElement.scrollWidth <= {width}")
+    window.resize(1280, 900)
+
+
 def test_a_run_is_watched_while_it_trains(tmp_path: Path, window: Browser) -> None:
     training = start("launch", *TINY, "training.steps=100000", "--run-dir", "run", cwd=tmp_path)
     try:
@@ -60,6 +68,7 @@ def test_a_run_is_watched_while_it_trains(tmp_path: Path, window: Browser) -> No
             window.wait(f"return {SHOWN} > {first + 4}")
             assert window.driver.current_url == address, "without being loaded again"
             assert window.console() == []
+            fits_any_window(window)
             server.send_signal(signal.SIGINT)
             window.wait(f"return {NOTICE}.startsWith('No connection')")
     finally:
@@ -98,6 +107,7 @@ def test_a_folder_of_hundreds_of_runs(tmp_path: Path, window: Browser) -> None:
         assert window.script(names)[-1] == "run-2"
         assert window.script(f"return {head}.parentNode.ariaSort") == "descending"
         assert window.console() == [] and window.faults() == []
+        fits_any_window(window)
         box = "document.querySelectorAll('tbody input')"
         window.script(f"{box}[0].click(); {box}[1].click()")
         window.script("document.querySelector('#open').click()")
