@@ -113,16 +113,16 @@ def _poison(session: Session, case: Poisoned) -> None:
     assert case.gradient_only
     accumulate, stages = engine.accumulate, engine.deepspeed
 
-    def accumulate_noted(batches: Any) -> Any:
+    def accumulate_noted(batches: Any, beside: Any = None) -> Any:
         worst = [note_factor(of_sample, batch) for batch in batches]
         if session.mesh.pipeline.is_last:
             loss_of = stages.module.loss_fn
             stages.module.loss_fn = lambda *given: loss_of(*given) * max(worst, key=_badness)
             try:
-                return accumulate(batches)
+                return accumulate(batches, beside)
             finally:
                 stages.module.loss_fn = loss_of
-        return accumulate(batches)
+        return accumulate(batches, beside)
 
     engine.accumulate = accumulate_noted  # type: ignore[method-assign]
 

@@ -20,7 +20,12 @@ from trainctl.config.schema import (
 from trainctl.engines.shards import ElementRange, Shard
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.gradients import NormHistory, _column_sums, elementwise_change, standard_normal
+from trainctl.train.gradients import (
+    NormHistory,
+    _on_one_device,
+    elementwise_change,
+    standard_normal,
+)
 
 STEPS = 4
 CLIPPING = 20.0  # more than any norm here
@@ -241,9 +246,9 @@ def test_adaptive_clipping_replaces_fixed_clipping_after_enough_norms():
     assert limits[AdaptiveClipping.mean] == pytest.approx([1.0, 12.0, 9.0])
 
 
-def test_squares_of_a_partly_offloaded_gradient_are_added_on_the_device():
+def test_norms_of_a_partly_offloaded_gradient_are_read_from_the_device_at_once():
     """meta stands for it: some sub-groups of a parameter group are there, some in host memory."""
     host, device = torch.tensor(2.0), torch.empty((), device="meta")
-    assert _column_sums([[host, device], [host]]).device.type == "meta"
-    assert _column_sums([[host, host], [host]]).tolist() == [4.0, 2.0]
-    assert _column_sums([]).tolist() == []
+    assert _on_one_device([host, device, host]).device.type == "meta"
+    assert _on_one_device([host, host.double()]).tolist() == [2.0, 2.0]
+    assert _on_one_device([]).tolist() == []

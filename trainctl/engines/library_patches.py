@@ -6,7 +6,6 @@ from trainctl.engines.patches import (
     ADAPTED,
     ALWAYS,
     CHAT,
-    DOCUMENTS,
     EIGHT_BIT_MOMENTS,
     EXPERTS,
     FSDP2,
@@ -61,6 +60,31 @@ _TORCH_USES = (
         "when collectives do not end, a rank tells which process groups it is in",
         contains="_world.pg_group_ranks",
         names=("_world",),
+    ),
+    *(
+        called(
+            f"torch.{user}",
+            f"{what} all gradients of a step in one call: torch's own optimizers and clipping do",
+            contains=f"torch.{call}",
+            names=(call.partition("(")[0],),
+        )
+        for what, call, user in (
+            (
+                "it measures",
+                "_foreach_norm(device_tensors, norm_type)",
+                "nn.utils.clip_grad:_get_total_norm",
+            ),
+            (
+                "it scales",
+                "_foreach_mul_(device_grads, clip_coef_clamped.to(device))",
+                "nn.utils.clip_grad:_clip_grads_with_norm_",
+            ),
+            (
+                "it copies",
+                "_foreach_copy_(grouped_mus, new_mus)",
+                "optim.asgd:_multi_tensor_asgd",
+            ),
+        )
     ),
     called(
         "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule._apply",
@@ -266,12 +290,12 @@ _TRANSFORMERS_USES = (
     *(
         replaced(
             f"transformers.masking_utils:create_{kind}_mask",
-            "some models (gpt-oss, AFMoE, Falcon) make their mask without position_ids, by which "
-            "it keeps documents apart: it takes those of the running forward pass",
+            "it keeps documents apart by position_ids, which some models (gpt-oss, AFMoE, Falcon) "
+            "leave out, and others make where there are no documents: it takes those that the "
+            "running forward pass was given",
             contains="_preprocess_mask_arguments(config, inputs_embeds, attention_mask, "
             "past_key_values, position_ids, layer_idx)",
             names=("CAUSAL_MASKS",),
-            need=DOCUMENTS,
             at=ProcessKind.model,
         )
         for kind in ("causal", "sliding_window_causal", "chunked_causal")

@@ -208,7 +208,7 @@ class StepSums:
             found = module.last_measures.double().sum(dim=0)
             self.measures = found if self.measures is None else self.measures + found
 
-    def tolist(self) -> list[float]:
-        """Return loss, z-loss and measures in one read, for which the host waits for the device."""
+    def values(self) -> torch.Tensor:
+        """Return loss, z-loss and measures, (2 + names,), on the device."""
         parts = [torch.stack([self.loss, self.z_loss])]
-        return torch.cat(parts if self.measures is None else [*parts, self.measures]).tolist()
+        return torch.cat(parts if self.measures is None else [*parts, self.measures])

@@ -55,11 +55,10 @@ CHAT = Need(
     lambda config: any(spec_of(each).encoder for each in sources_of(config.data).values()),
 )
 
-DOCUMENTS = Need("data.mask_documents", lambda config: config.data.mask_documents)
-
 DEEPSPEED_JSON = Need("engine.kind", lambda config: engine_of(config).takes_json)
 FSDP2 = Need("engine.kind", lambda config: config.engine.kind == fsdp2.SPEC.name)
 
+STAGE_0 = Need("zero_stage.stage", lambda config: config.zero_stage.stage == 0)
 STAGES_1_2 = Need("zero_stage.stage", lambda config: config.zero_stage.stage in (1, 2))
 STAGE_3 = Need("zero_stage.stage", lambda config: config.zero_stage.stage == 3)
 PARTITIONED = Need("zero_stage.stage", lambda config: config.zero_stage.stage > 0)
@@ -82,9 +81,6 @@ ZENFLOW = Need("offload.zenflow", lambda config: config.offload.zenflow)
 PIPELINE = Need("parallelism.pipeline", lambda config: config.parallelism.pipeline > 1)
 SPARSE = Need("model.num_experts", lambda config: (config.model.num_experts or 1) > 1)
 EXPERTS = Need("parallelism.expert", lambda config: config.parallelism.expert > 1)
-OWN_NORM = Need(
-    "parallelism", lambda config: config.parallelism.pipeline > 1 or config.parallelism.expert > 1
-)
 SEQUENCE = Need("parallelism.sequence", lambda config: config.parallelism.sequence > 1)
 RING = Need("parallelism.context", uses_ring)
 ADAPTED = Need("adapter.kind", lambda config: low_rank(config.adapter) is not None)

@@ -27,7 +27,7 @@ from trainctl.engines.shards import (
     ParameterPiece,
     Pieces,
     Read,
-    sum_of_squares,
+    fragment_norms,
 )
 from trainctl.engines.stopwatch import Stopwatch
 from trainctl.options.objective import objective_of
@@ -72,6 +72,19 @@ class Updater:
 
 CLIPPING_EPSILON = 1e-6
 """Added to the norm that a gradient is divided by, as DeepSpeed and torch do."""
+
+
+def clipping_factor(norm: float, limit: float | None) -> float:
+    """Return the factor that clips gradients of this norm; 1 if the norm is below the limit."""
+    is_above = limit is not None and limit < norm + CLIPPING_EPSILON
+    return limit / (norm + CLIPPING_EPSILON) if is_above and limit is not None else 1.0
+
+
+def scale_gradients(gradients: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply all gradients by a factor, in one call; a factor of 1 needs no pass over them."""
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
+
 
 Change = Callable[[ElementRange, torch.Tensor], None]
 """Function that changes some elements of a gradient in place: flat, in any floating-point type."""
@@ -129,6 +142,16 @@ class LossScale(Protocol):
         """Continue from a saved state. Nothing changes if the scale is fixed, or was when it was
         saved.
         """
+
+
+class RankSums(Protocol):
+    """Numbers that are read, and summed over the ranks, together with the losses of a step."""
+
+    def measure(self) -> torch.Tensor:
+        """Return this rank's numbers as a vector in fp64, on any device."""
+
+    def add_up(self, numbers: Sequence[float]) -> list[float]:
+        """Return what is summed over the ranks, from the numbers read from the device."""
 
 
 class States(ABC):
@@ -213,14 +236,13 @@ class States(ABC):
         values, flat and not to be changed. A fragment may come several times.
         """
 
-    def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
-        """Yield the fragments that this rank counts in the norm, with sums of squared gradients.
+    def norms(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        """Yield the fragments that this rank counts in the norm, with norms of their gradients.
 
-        A fragment may come several times, each time with the sum over other elements.
+        A fragment may come several times, each time with the norm of other elements.
         """
-        for fragment, _, values in self.gradients():
-            if fragment.owned:
-                yield fragment, sum_of_squares(values)
+        found = ((fragment, values) for fragment, _, values in self.gradients())
+        yield from fragment_norms([each for each in found if each[0].owned])
 
     @abstractmethod
     def change(self, change: Change) -> None:
@@ -238,6 +260,7 @@ class Engine(ABC):
         measures: The objective's measures of the last step besides its loss: means over the counted
             labels or records, by name.
         summed_loss: Sum of the last step's losses, over this rank's own labels, in nats.
+        sums_beside: What `accumulate` summed over the ranks beside the last step's losses.
     """
 
     states: States
@@ -258,6 +281,7 @@ class Engine(ABC):
         self.measures: dict[str, float] = {}
         self.objective = objective_of(job.plan.config.objective)
         self.summed_loss = 0.0
+        self.sums_beside: list[float] = []
 
     @property
     @abstractmethod
@@ -293,30 +317,47 @@ class Engine(ABC):
             Sums over the labels (or records) that this rank counts.
         """
 
-    def accumulate(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
+    def accumulate(
+        self, batches: Sequence[MicroBatch], beside: RankSums | None = None
+    ) -> tuple[float, float]:
         """Run forward and backward over a step's micro-batches, leaving the mean gradient.
+
+        The host waits for the device once, and all ranks reduce once.
+
+        Args:
+            beside: What to measure after the backward passes; `sums_beside` has the result.
 
         Returns:
             The mean loss over the labels (or records) of the global batch, and their number.
         """
         num_labels = self._num_labels(batches)
         if self.objective.passes == 1:
-            own = self.run(batches, max(1.0, num_labels)).tolist()
+            sums = self.run(batches, max(1.0, num_labels)).values()
         else:
             with self.times.part("forward"), same_randomness(self._process.device):
                 first = self._first_pass(batches)
             self.run(first.with_gradients(batches), max(1.0, num_labels))
             loss, *measures = first.sums()
-            own = [loss, 0.0, *measures]
+            sums = torch.tensor([loss, 0.0, *measures], dtype=torch.float64)
+        count = len(sums)
+        numbers = self._read(sums, beside)
+        own, added = numbers[:count], beside.add_up(numbers[count:]) if beside else []
         self.summed_loss = own[0]
         # The ranks of a tensor group all hold the same sums: only the first one counts.
-        summed = self._process.sum(*(own if self.mesh.tensor.is_first else [0.0] * len(own)))
+        counted = own if self.mesh.tensor.is_first else [0.0] * count
+        summed = self._process.sum(*counted, *added)
+        summed, self.sums_beside = summed[:count], summed[count:]
         loss, z_loss = (each / max(1.0, num_labels) for each in summed[:2])
         if self._plan.config.stability.z_loss > 0:
             self.z_loss = z_loss
         section = self._plan.config.objective
         self.measures = self.objective.record(section, summed[2:], num_labels)
         return loss, num_labels
+
+    def _read(self, sums: torch.Tensor, beside: RankSums | None) -> list[float]:
+        """Return the sums and the numbers beside them, all read from the device at once."""
+        parts = [sums] if beside is None else [sums, beside.measure()]
+        return torch.cat([part.to(self._process.device) for part in parts]).tolist()
 
     def _first_pass(self, batches: Sequence[MicroBatch]) -> FirstPass:
         module: Any = self._trained

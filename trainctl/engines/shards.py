@@ -283,6 +283,22 @@ def split_transposed(fragment: Fragment, shape: torch.Size) -> Iterator[Fragment
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares as fp64; on a CPU, torch's fp32 norm would be off by 1e-4."""
-    kind = torch.float64 if values.device.type == "cpu" else torch.float32
-    return torch.linalg.vector_norm(values.detach(), dtype=kind).double().square()
+    """Return the sum of squares as fp64."""
+    return (
+        torch.linalg.vector_norm(values.detach(), dtype=_norm_type(values.device)).double().square()
+    )
+
+
+def fragment_norms(
+    found: Sequence[tuple[Fragment, torch.Tensor]],
+) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    """Yield each fragment with the norm of its values, all values of a device measured at once."""
+    for device in {values.device for _, values in found}:
+        here = [(fragment, values) for fragment, values in found if values.device == device]
+        norms = torch._foreach_norm([values.detach() for _, values in here], 2, _norm_type(device))
+        yield from zip((fragment for fragment, _ in here), norms, strict=True)
+
+
+def _norm_type(device: torch.device) -> torch.dtype:
+    """Return the format of norms: on a CPU, torch's fp32 norm would be off by 1e-4."""
+    return torch.float64 if device.type == "cpu" else torch.float32

@@ -33,7 +33,7 @@ from trainctl.plans.deepspeed_table import (
     written_settings,
 )
 from trainctl.plans.optimizers import is_fused, lr_scale, optimizer_maker
-from trainctl.plans.settings import number_formats
+from trainctl.plans.settings import gradient_conflict, number_formats
 from trainctl.plans.types import Batch, Mesh
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -189,6 +189,8 @@ def _precision_settings(config: RunConfig, mesh: Mesh) -> Iterator[DerivedValue]
     wire_why = "" if on_wire else of_weights
 
     yield derived("bf16.enabled", used.weights is DataType.bf16, "precision.compute", why=compute)
+    if used.weights is DataType.bf16:
+        yield _overflow_check(config)
     yield from written_settings(BF16_KEYS, config)
     yield derived("fp16.enabled", used.weights is DataType.fp16, "precision.compute", why=compute)
     yield from written_settings(FP16_KEYS, config)
@@ -209,6 +211,15 @@ def _precision_settings(config: RunConfig, mesh: Mesh) -> Iterator[DerivedValue]
     yield derived("data_types.grad_accum_dtype", accumulate, *sources, why=why)
     wire = used.communication.value
     yield derived("communication_data_type", wire, *on_wire, why=wire_why)
+
+
+def _overflow_check(config: RunConfig) -> DerivedValue:
+    """Return whether DeepSpeed looks for gradients that are not finite, in several kernels each."""
+    key, hidden = "bf16.check_grad_overflow", gradient_conflict(config)
+    if config.trains_itself and hidden is None:
+        return derived(key, False, why="the trainer judges the norm before the update")
+    why = "no update is made from gradients that are not finite"
+    return derived(key, True, why=why if hidden is None else f"{why}; {hidden[0]} hides them")
 
 
 def _zero_settings(config: RunConfig, hardware: Hardware) -> Iterator[DerivedValue]:

@@ -201,10 +201,8 @@ OFFLOAD_KEYS = (
     _constant_row("nvme", "aio.overlap_events", True, _AIO),
 )
 
-_FINITE = "no update is made from gradients that are not finite"
 _MASTERS, _MOMENTS = "precision.master_weights", "precision.optimizer_states"
 BF16_KEYS = (
-    _constant_row("bf16", "bf16.check_grad_overflow", True, _FINITE),
     _flag_row("bf16", "bf16.bf16_master_weights_and_grads", _MASTERS, "bf16", f"{_MASTERS}=bf16"),
     _flag_row("bf16", "bf16.bf16_optimizer_states", _MOMENTS, "bf16", f"{_MOMENTS}=bf16"),
 )

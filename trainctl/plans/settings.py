@@ -133,6 +133,28 @@ def average_conflict(config: RunConfig) -> tuple[str, str] | None:
     return None
 
 
+def gradient_conflict(config: RunConfig) -> tuple[str, str] | None:
+    """Return the setting that hides the gradients from the trainer, and the reason; None if it sees
+    them before the update.
+    """
+    if config.offload.super_offload:
+        return (
+            "offload.super_offload=true",
+            "another process has the gradients, and updates while the backward pass goes on",
+        )
+    if config.offload.zenflow:
+        return (
+            "offload.zenflow=true",
+            "the columns that matter most are updated while the backward pass goes on",
+        )
+    if config.kernels.compile is CompileKind.deepcompile:
+        return (
+            "kernels.compile=deepcompile",
+            "the compiled graph reduces the gradients in buffers of its own",
+        )
+    return None
+
+
 def uses_ring(config: RunConfig) -> bool:
     """Return True if attention is ring attention (`engines/ring_attention.py`).
 

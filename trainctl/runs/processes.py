@@ -223,6 +223,43 @@ def gc_disabled() -> Iterator[None]:
         gc.enable()
 
 
+FULL_COLLECTION_EVERY = 50
+"""Steps between full collections. Cycles that outlive young collections are rare: an evaluation or
+a checkpoint leaves some, and few steps have one."""
+_NEVER = 1_000_000_000
+"""Threshold that no count of young collections reaches."""
+
+
+@contextmanager
+def full_collections_at_steps() -> Iterator[Callable[[int], None]]:
+    """Make full garbage collections within the context only at the same steps on all ranks.
+
+    A full collection traverses all objects: 0.3 s for 560,000 of them. A rank that makes one by
+    itself lets all others wait. Young collections, a millisecond each, go on: cycles may hold
+    device memory.
+
+    Yields:
+        Function to call when everything is built, with 0, and after each step, with its number. It
+        collects, and freezes what the start and the first step of this process have built.
+    """
+    before, steps = gc.get_threshold(), 0
+
+    def collect(step: int) -> None:
+        nonlocal steps
+        if steps < 2 or step % FULL_COLLECTION_EVERY == 0:
+            gc.collect()
+        if steps < 2:
+            gc.freeze()
+        steps += 1
+
+    gc.set_threshold(*before[:2], _NEVER)
+    try:
+        yield collect
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
 def encode_command(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> bytes:
     """Return the line on stdin from which `... exec` executes a command on another machine.
 

@@ -62,6 +62,7 @@ class Gradients:
         # A pipeline stage may lack a group, but all ranks must sum the same list.
         everywhere = process.gather((sorted(set(self._group_of.values())), limits))
         self._groups = sorted(set().union(*(groups for groups, _ in everywhere)))
+        self._measured: list[str] = []
         self.limits: dict[str, tuple[int, float]] = {}
         for _, found in everywhere:
             self.limits |= found
@@ -76,12 +77,30 @@ class Gradients:
         """Factor of the gradients until the update divides by it: the fp16 loss scale."""
         return self._states.scale
 
-    def norms(self) -> Norms:
-        """Return the gradient norms, in double precision on a CPU and fp32 elsewhere."""
-        squares: dict[str, list[torch.Tensor]] = {name: [] for name in self._groups}
-        for fragment, square in self._states.squares():
-            squares[self._group_of[fragment.name]].append(square)
-        sums = self._process.sum(*_add_up(list(squares.values())))
+    def measure(self) -> torch.Tensor:
+        """Return the norms of this rank's fragments, (fragments,) in fp64, on the device.
+
+        They are taken in double precision on a CPU and in fp32 elsewhere.
+        """
+        found = list(self._states.norms())
+        self._measured = [self._group_of[fragment.name] for fragment, _ in found]
+        return _on_one_device([norm for _, norm in found])
+
+    def add_up(self, numbers: Sequence[float]) -> list[float]:
+        """Return this rank's sum of squares of each parameter group, from its fragments' norms."""
+        squares: dict[str, list[float]] = {name: [] for name in self._groups}
+        for group, norm in zip(self._measured, numbers, strict=True):
+            squares[group].append(norm * norm)
+        return [math.fsum(each) for each in squares.values()]
+
+    def norms(self, sums: Sequence[float] | None = None) -> Norms:
+        """Return the gradient norms.
+
+        Args:
+            sums: Results of `add_up` summed over all ranks; by default they are measured now.
+        """
+        if sums is None:
+            sums = self._process.sum(*self.add_up(self.measure().tolist()))
         scale = self.scale
         return Norms(
             total=(
@@ -109,22 +128,15 @@ class Gradients:
         self.change(scale)
 
 
-def _add_up(columns: list[list[torch.Tensor]]) -> list[float]:
-    """Return the sum of each list of scalars, all read from the device at once."""
-    totals = _column_sums([column for column in columns if column])
-    read = iter(totals.tolist())
-    return [next(read) if column else 0.0 for column in columns]
+def _on_one_device(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the scalars as one vector in fp64, which is read at once.
 
-
-def _column_sums(columns: list[list[torch.Tensor]]) -> torch.Tensor:
-    """Return the sum of each list; none may be empty.
-
-    A partly offloaded optimizer has scalars on the CPU and on the device; the device adds them.
+    A partly offloaded optimizer has scalars on the CPU and on the device; the device holds them.
     """
-    devices = {value.device for column in columns for value in column}
+    devices = {each.device for each in scalars}
     device = max(devices, key=lambda each: each.type != "cpu", default=torch.device("cpu"))
-    sums = [torch.stack([value.to(device) for value in column]).sum() for column in columns]
-    return torch.stack(sums) if sums else torch.zeros(0, device=device)
+    held = [each.to(device) for each in scalars]
+    return torch.stack(held).double() if held else torch.zeros(0, dtype=torch.float64)
 
 
 def clipped_groups(

@@ -23,7 +23,7 @@ from trainctl.plans.types import RunPlan
 from trainctl.readers.remote import print_notice
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import UNFINISHED
-from trainctl.runs.processes import gc_disabled
+from trainctl.runs.processes import full_collections_at_steps, gc_disabled
 from trainctl.runs.records import EventWriter
 from trainctl.runs.status import Heartbeat, Phase
 from trainctl.train.callbacks.checkpoints import unfinished_hooks
@@ -95,11 +95,17 @@ class Trainer:
     def train(self) -> None:
         """Make steps until the plan's stopping step, a callback's decision or a request to stop."""
         try:
-            with self._batches, self._times.watch_stalls():
+            with (
+                self._batches,
+                self._times.watch_stalls(),
+                full_collections_at_steps() as collect_garbage,
+            ):
                 self._start()
+                collect_garbage(0)
                 stop = self._finish_last_step()
                 while not stop and self._session.progress.step < self._session.plan.stop_step:
                     self._make_step()
+                    collect_garbage(self._session.progress.step)
                     self._callbacks.call("after_step")
                     self._now.unfinished = self._callbacks.long_hooks(self._now.step)
                     if self._callbacks.has_long_hooks(self._now.step):

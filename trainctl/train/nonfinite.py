@@ -54,8 +54,8 @@ def bad_gradients(session: Session) -> list[str]:
 
     The gradients must be visible.
     """
-    squares = session.engine.states.squares()
-    return sorted({fragment.name for fragment, square in squares if _is_bad(square)})
+    norms = session.engine.states.norms()
+    return sorted({fragment.name for fragment, norm in norms if _is_bad(norm)})
 
 
 def locate(

@@ -140,9 +140,10 @@ class Stepper:
             batches = self._data.take(progress.step, progress.samples)
         self._now.batches = batches
         engine.set_learning_rate(self._now.factor)
-        loss, num_labels = engine.accumulate(batches)
+        gradients = session.gradients if session.gradients.are_visible else None
+        loss, num_labels = engine.accumulate(batches, gradients)
         self._load = session.routers.take(session.process, session.mesh, num_labels)
-        norms = session.gradients.norms() if session.gradients.are_visible else None
+        norms = gradients.norms(engine.sums_beside) if gradients else None
         trouble = session.guard.judge(loss, norms.total if norms else None)
         if trouble is not None:
             policy = self._intervene(trouble, batch, batches)

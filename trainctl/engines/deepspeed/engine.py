@@ -187,8 +187,6 @@ class DeepSpeedEngine(Engine):
 
     def update(self, *, norm: float | None, clip_at: float | None) -> None:
         with self.times.part("optimizer"):
-            if norm is not None and self.mesh.expert.size > 1:
-                self.states.use_norm(norm)
             self.states.clip(norm, clip_at)
             with stop_at_smallest(self.loss_scale):
                 self._step()

@@ -8,12 +8,12 @@ from trainctl.engines.patches import (
     FP16,
     OPTIMIZER_ON_HOST,
     OPTIMIZER_ON_NVME,
-    OWN_NORM,
     PARAMETERS_ON_NVME,
     PART_OFFLOADED,
     PARTITIONED,
     PIPELINE,
     SEQUENCE,
+    STAGE_0,
     STAGE_3,
     STAGES_1_2,
     TENSOR,
@@ -28,6 +28,7 @@ from trainctl.engines.patches import (
 _CHANGES = "trainctl.engines.deepspeed.changes"
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _ZENFLOW = "deepspeed.runtime.zenflow.zenflow_stage_1_and_2:ZenFlowZeroOptimizer"
 _PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
@@ -94,13 +95,6 @@ USES = (
             names=("micro_step", "full_warm_up_rounds"),
         ),
     ),
-    replaced(
-        f"{_STAGE_1_2}.scaled_global_norm(self, norm_type=2)",
-        "it takes the norm of one parameter group after the other over the stages, and waits "
-        "for ever where one stage has more of them; of experts trainctl's own is certain",
-        upstream="https://github.com/deepspeedai/DeepSpeed/issues/1522",
-        need=OWN_NORM,
-    ),
     *needed(
         PIPELINE,
         read(
@@ -145,8 +139,26 @@ USES = (
             names=("ds_pipe_replicated",),
         ),
     ),
+    replaced(
+        f"{_UNFUSED}.step(self, closure=None)",
+        "it reads a flag of every gradient and two numbers of every parameter group from the "
+        "device, for what the trainer has judged and measured",
+        names=("overflow", "low_precision_dtype"),
+        need=STAGE_0,
+    ),
     *needed(
         STAGES_1_2,
+        replaced(
+            f"{_STAGE_1_2}.scaled_global_norm(self, norm_type=2)",
+            "the trainer has measured the norm; this one waits for ever where one pipeline stage "
+            "has more parameter groups than another",
+            upstream="https://github.com/deepspeedai/DeepSpeed/issues/1522",
+        ),
+        replaced(
+            f"{_STAGE_1_2}.unscale_and_clip_grads(self, grad_groups_flat, total_norm)",
+            "gradients below the limit are not multiplied by 1, and no number is read from the "
+            "device",
+        ),
         replaced(
             f"{_STAGE_1_2}.step(self, closure=None)",
             "for a step whose gradients are discarded: DeepSpeed counts it and makes no update",
@@ -169,6 +181,12 @@ USES = (
     ),
     *needed(
         STAGE_3,
+        replaced(f"{_STAGE_3}._get_norm_groups(self)", "the trainer has measured the norm"),
+        replaced(
+            f"{_STAGE_3}.unscale_and_clip_grads(self, sub_group_id, total_norm)",
+            "gradients below the limit are not multiplied by 1, and no number is read from the "
+            "device",
+        ),
         replaced(
             f"{_STAGE_3}.step(self, closure=None)",
             "for a step whose gradients are discarded: DeepSpeed counts it and makes no update",
@@ -249,6 +267,12 @@ USES = (
         contains="self.backup_optimizer.add_param_group(self.optimizer.param_groups[i])",
         names=("backup_optimizer",),
         need=PART_OFFLOADED,
+    ),
+    replaced(
+        f"{_STAGE_1_2}.update_offload_overflow_tracker(self, grad)",
+        "where DeepSpeed is not to look for overflows, it still reads a flag of every gradient",
+        names=("check_grad_overflow",),
+        need=OPTIMIZER_ON_HOST,
     ),
     called(
         f"{_STAGE_1_2}.reset_cpu_buffers(self)",

@@ -148,13 +148,6 @@ class PipelineEngine(DeepSpeedEngine):
         self.deepspeed.train_batch(iter([self._pair(batch) for batch in batches]))
         return self._sums
 
-    def update(self, *, norm: float | None, clip_at: float | None) -> None:
-        assert norm is not None  # TC069 refuses hidden gradients with stages
-        # DeepSpeed's own norm reduces one parameter group after the other over the stages, and
-        # would hang if one stage has more groups (zero/stage_1_and_2.py).
-        self.states.use_norm(norm)
-        super().update(norm=norm, clip_at=clip_at)
-
     def _step(self) -> None:
         # The instruction left out of the schedule; the engine's own `step` refuses stages.
         self.deepspeed._exec_optimizer_step()

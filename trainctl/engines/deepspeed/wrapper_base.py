@@ -23,6 +23,7 @@ from trainctl.engines.shards import (
     Fragment,
     Pieces,
     cut_into_fragments,
+    fragment_norms,
     sum_of_squares,
 )
 
@@ -140,10 +141,11 @@ class Wrapper(States):
             with self.swapped_in(index):
                 yield from self._cut(index)
 
-    def squares(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+    def norms(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
         self._wait()
-        for index in self._by_tensor:
-            yield from self._squares(index)
+        held = (index for index in self._by_tensor if not self.is_swapped(index))
+        found = ((fragment, part) for index in held for fragment, _, part in self._cut(index))
+        yield from fragment_norms([each for each in found if each[0].owned])
 
     def change(self, change: Change) -> None:
         self._wait()
@@ -152,11 +154,6 @@ class Wrapper(States):
 
     def _wait(self) -> None:
         """Wait until the gradients have arrived."""
-
-    def _squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
-        for fragment, _, values in self._cut(index):
-            if fragment.owned:
-                yield fragment, sum_of_squares(values)
 
     def _change(self, index: int, change: Change) -> None:
         for fragment, start, values in self._cut(index):
@@ -176,9 +173,6 @@ class Wrapper(States):
             limit: Clipping threshold; None does not clip.
         """
         self._wrapper.clip_grad = limit or 0.0
-
-    def use_norm(self, norm: float) -> None:
-        """Make the next update use this gradient norm, where DeepSpeed's own is not reliable."""
 
     @contextmanager
     def without_update(self) -> Iterator[None]:
@@ -213,14 +207,12 @@ class HostOptimizerMixin(Wrapper):
                 sum_of_squares(values).sqrt().float()
             )
 
-    def _noted_squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
-        """Yield sums of squares from the norms that DeepSpeed took, without reading gradients from
-        NVMe.
-        """
+    def _noted_norms(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        """Yield the norms that DeepSpeed took, without reading gradients from NVMe."""
         for fragment in self._by_tensor[index]:
             norm = self._wrapper.norm_for_param_grads.get(self._key(fragment))
             if fragment.owned and norm is not None:
-                yield fragment, torch.as_tensor(norm).double().cpu().square()
+                yield fragment, torch.as_tensor(norm)
 
     def _key(self, fragment: Fragment) -> int:
         return int(self._wrapper.get_param_id(self._parameters[fragment.name]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 
 from trainctl.engines.deepspeed.partition import partition_range
 from trainctl.engines.deepspeed.wrapper_base import HostOptimizerMixin, Wrapper, updater_of
-from trainctl.engines.protocol import CLIPPING_EPSILON, Change, Updater
+from trainctl.engines.protocol import Change, Updater, clipping_factor, scale_gradients
 from trainctl.engines.shards import ElementRange, Fragment, split_transposed
 from trainctl.errors import TrainctlError
 
@@ -98,10 +99,16 @@ class Stage1And2(_ByGroups):
     def _gradient(self, index: int) -> list[torch.Tensor]:
         return gradient_parts(self._wrapper.averaged_gradients[index])
 
-    def use_norm(self, norm: float) -> None:
-        wrapper = self._wrapper
-        # DeepSpeed's own norm reduces group by group, and hangs if stages have different groups.
-        wrapper.scaled_global_norm = lambda: torch.tensor(norm * wrapper.loss_scale)
+    def clip(self, norm: float | None, limit: float | None) -> None:
+        super().clip(norm, limit)
+        if norm is not None:
+            wrapper, factor = self._wrapper, clipping_factor(norm, limit)
+            # DeepSpeed's own norm is another pass over the gradients. It reduces group by group,
+            # and hangs if pipeline stages have different groups.
+            wrapper.scaled_global_norm = lambda: norm * wrapper.loss_scale
+            wrapper.unscale_and_clip_grads = lambda gradients, _: scale_gradients(
+                gradients, factor / wrapper.loss_scale
+            )
 
     def _clear(self) -> None:
         """Clear the gradients as `step` and the methods it calls do (zero/stage_1_and_2.py)."""
@@ -120,6 +127,11 @@ class Stage1And2(_ByGroups):
 
 class Stage1And2OnHost(HostOptimizerMixin, Stage1And2):
     """Adapter of `DeepSpeedZeroOptimizer` with the optimizer in host memory."""
+
+    def __init__(self, engine: Any, *arguments: Any) -> None:
+        super().__init__(engine, *arguments)
+        if not self._wrapper.check_grad_overflow:  # it would read a flag of each gradient for it
+            self._wrapper.update_offload_overflow_tracker = lambda gradient: None
 
     def _wait(self) -> None:
         """Wait for the copies from the device; no public method does."""
@@ -209,10 +221,8 @@ class UnwrappedOptimizer(Replicated):
 
     def clip(self, norm: float | None, limit: float | None) -> None:
         assert norm is not None
-        if limit is not None and limit < norm + CLIPPING_EPSILON:
-            for parameter in self._pieces:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(limit / (norm + CLIPPING_EPSILON))
+        gradients = [each.grad for each in self._pieces if each.grad is not None]
+        scale_gradients(gradients, clipping_factor(norm, limit))
 
     def _say_finite(self) -> None:
         """Do nothing: the engine asks a bare optimizer nothing."""
@@ -239,6 +249,29 @@ class MasterCopies(Replicated):
             for pair in zip(models, masters, strict=True)
         ]
 
+    def clip(self, norm: float | None, limit: float | None) -> None:
+        super().clip(norm, limit)
+        if norm is not None and self._wrapper.low_precision_dtype is torch.bfloat16:
+            self._wrapper.step = partial(self._step, clipping_factor(norm, limit))
+
+    @torch.no_grad()
+    def _step(self, factor: float) -> None:
+        """Update as DeepSpeed does, but without its norm and its search for overflows.
+
+        Its own step reads one flag a gradient from the device, and has several kernels a tensor.
+        """
+        parameters, masters = zip(*self._pairs(), strict=True)
+        gradients = [torch.empty_like(master) for master in masters]
+        torch._foreach_copy_(gradients, [each.grad for each in parameters])
+        scale_gradients(gradients, factor)
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        self.optimizer.step()
+        torch._foreach_copy_(parameters, masters)
+        for master in masters:
+            master.grad = None
+        self._say_finite()
+
 
 class Stage3(Wrapper):
     """Adapter of `DeepSpeedZeroOptimizer_Stage3` on the device."""
@@ -261,6 +294,15 @@ class Stage3(Wrapper):
 
     def _gradient(self, index: int) -> list[torch.Tensor]:
         return gradient_parts(self._wrapper.averaged_gradients[index])
+
+    def clip(self, norm: float | None, limit: float | None) -> None:
+        super().clip(norm, limit)
+        if norm is not None:
+            wrapper, factor = self._wrapper, clipping_factor(norm, limit)
+            wrapper._get_norm_groups = lambda: [norm * wrapper.loss_scale]
+            wrapper.unscale_and_clip_grads = lambda index, _: scale_gradients(
+                [self.tensors[index].grad], factor / wrapper.loss_scale
+            )
 
     def copy_masters_to_parameters(self) -> None:
         wrapper = self._wrapper
@@ -328,8 +370,10 @@ class Stage3OnHost(HostOptimizerMixin, Stage3):
         else:
             self._wrapper._release_swap_buffers(index)  # nothing is written
 
-    def _squares(self, index: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
-        return self._noted_squares(index) if self.is_swapped(index) else super()._squares(index)
+    def norms(self) -> Iterator[tuple[Fragment, torch.Tensor]]:
+        yield from super().norms()
+        for index in filter(self.is_swapped, self._by_tensor):
+            yield from self._noted_norms(index)
 
     def _change(self, index: int, change: Change) -> None:
         if not self.is_swapped(index):

@@ -34,7 +34,15 @@ from trainctl.config.schema import Accelerator
 from trainctl.engines import patch_checks as declared
 from trainctl.engines.micro_batch import MicroBatch, StepSums
 from trainctl.engines.process import Axis, Process, ProcessMesh, start_process
-from trainctl.engines.protocol import CLIPPING_EPSILON, Change, Engine, Job, MakeParameter, States
+from trainctl.engines.protocol import (
+    Change,
+    Engine,
+    Job,
+    MakeParameter,
+    States,
+    clipping_factor,
+    scale_gradients,
+)
 from trainctl.engines.shards import ElementRange, Fragment, ParameterPiece, Pieces, Read
 from trainctl.plans.fsdp2 import PREFIX
 from trainctl.plans.types import RunPlan
@@ -293,9 +301,8 @@ class Shards(States):
         Args:
             limit: Clipping threshold; None does not clip.
         """
-        if limit is not None and limit < norm + CLIPPING_EPSILON:
-            for _, _, gradient in self.gradients():
-                gradient.mul_(limit / (norm + CLIPPING_EPSILON))
+        gradients = [gradient for _, _, gradient in self.gradients()]
+        scale_gradients(gradients, clipping_factor(norm, limit))
         self.optimizer.step()
 
     def drop_gradients(self) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainctl.config.schema import AdaptiveClipping, CompileKind, OnBadLoss, RunConfig
+from trainctl.config.schema import AdaptiveClipping, OnBadLoss, RunConfig
 from trainctl.options import launcher as launchers
 from trainctl.options.optimizer import spec_of
-from trainctl.plans.settings import EMA_METRIC, average_conflict
+from trainctl.plans.settings import EMA_METRIC, average_conflict, gradient_conflict
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule, warning_problem
 
@@ -264,7 +264,7 @@ def gradients_are_seen(draft: Draft) -> Iterator[Problem]:
     config = draft.config
     if not config.trains_itself:
         return
-    hidden = _who_hides_gradients(config)
+    hidden = gradient_conflict(config)
     if hidden is None:
         return
     setting, why = hidden
@@ -294,26 +294,6 @@ def rewinding_has_a_checkpoint(draft: Draft) -> Iterator[Problem]:
             "stability.on_bad_loss=rewind, but no checkpoint is saved before the end",
             "checkpoint.every_steps=100",
         )
-
-
-def _who_hides_gradients(config: RunConfig) -> tuple[str, str] | None:
-    """Return the setting that hides the gradients from the trainer, and the reason, or None."""
-    if config.offload.super_offload:
-        return (
-            "offload.super_offload=true",
-            "another process has the gradients, and updates while the backward pass goes on",
-        )
-    if config.offload.zenflow:
-        return (
-            "offload.zenflow=true",
-            "the columns that matter most are updated while the backward pass goes on",
-        )
-    if config.kernels.compile is CompileKind.deepcompile:
-        return (
-            "kernels.compile=deepcompile",
-            "the compiled graph reduces the gradients in buffers of its own",
-        )
-    return None
 
 
 def _needs_gradients(config: RunConfig) -> Iterator[tuple[str, object]]:

@@ -66,13 +66,14 @@ CAUSAL_MASKS = (
 )
 """Functions of transformers that find documents in `position_ids`, if they are given them."""
 
-_positions: list[torch.Tensor] = []
-"""Positions of the forward pass that is running; empty between passes."""
+_positions: list[torch.Tensor | None] = []
+"""Positions given to the forward pass that is running, or None; empty between passes."""
 
 
 def _keep_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("position_ids") is not None:
-        _positions[:] = [kwargs["position_ids"]]
+    given = kwargs.get("position_ids")
+    if given is not None or not _positions:
+        _positions[:] = [given]
 
 
 def _drop_positions(*_: Any) -> None:
@@ -80,14 +81,16 @@ def _drop_positions(*_: Any) -> None:
 
 
 def _with_positions(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a mask with the running pass's positions, where it gets none.
+    """Return a function that makes a mask with the positions that the running pass was given.
 
-    Some models (gpt-oss, AFMoE, Falcon) leave them out.
+    Some models (gpt-oss, AFMoE, Falcon) leave them out. Others count from 0 where they are given
+    none, and transformers would search these for documents: a read of the device in each pass.
     """
 
     @wraps(make_mask)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if _positions and len(args) < 5 and kwargs.get("position_ids") is None:
+        own = kwargs.get("position_ids")
+        if _positions and len(args) < 5 and (own is None or _positions[0] is None):
             kwargs["position_ids"] = _positions[0]
         return make_mask(*args, **kwargs)
 
