@@ -1,171 +1,140 @@
-"""One rank of another loop that trains the same model, batch and DeepSpeed JSON as a trainctl run.
+"""Other training loops that train the model and batch of a trainctl plan, each at its best.
 
-    RANK=0 WORLD_SIZE=1 ... python scripts/benchmarks/peers.py LOOP RUN_DIR RESULT WARMUP
-
-`bare` is a hand-written loop around a DeepSpeed engine, `transformers` its Trainer, and `fsdp2`
-torch's `fully_shard` without DeepSpeed. All use the plan, the JSON and the corpus of the run's
-first attempt, read the loss at every step as trainctl does, and write their measurements.
-`comparison.py` starts them.
+All decoder blocks are compiled where a loop allows it, AdamW is fused, the loss is not read at
+every step, and DeepSpeed does not check gradients for overflow in bf16. `gpu_check.py` calls them
+in a process of their own, which is the only rank.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import copy
+import inspect
 import tempfile
-import time
-import warnings
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
+import torch._dynamo  # its import fails inside `zero.Init`, which replaces `Tensor.__new__`
+from benchmarks.meter import Meter
 from deepspeed.accelerator import get_accelerator
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from trainctl.data.corpus import Corpus
-from trainctl.engines.deepspeed.entry import DeepSpeedBackend
-from trainctl.engines.process import Process, stop_process
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import RunPlan
-from trainctl.runs.directory import read_plan
-from trainctl.runs.layout import RunPaths
-from trainctl.train.callbacks.steps import peak_memory
-from trainctl.train.data import PackedDataset
 from trainctl.train.models.model import TORCH_TYPES, transformers_config
 
+Loop = Callable[[RunPlan, Meter], None]
 
-@dataclass
-class Clock:
-    """Timer between two steps, which includes the device's work."""
-
-    warmup: int
-    last: int
-    times: list[float] = field(default_factory=list)
-
-    def after(self, step: int) -> None:
-        """Record the time if needed; called after every step, counted from 1."""
-        if step in (self.warmup, self.last):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.times.append(time.perf_counter())
-
-    @property
-    def seconds_per_step(self) -> float:
-        first, last = self.times
-        return (last - first) / (self.last - self.warmup)
+DOCUMENT_TOKENS = 512
+"""Tokens of each document in the masked loops."""
 
 
-def bare(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock) -> None:
-    """Train in a loop around a DeepSpeed engine."""
-    with deepspeed.zero.Init(
-        config_dict_or_path=settings, enabled=plan.config.zero_stage.stage == 3
-    ):
-        model = _model(plan)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=settings
-    )
-    rank, size = torch.distributed.get_rank(), plan.batch.micro_batch_size
-    sample = rank * size
-    for step in range(1, plan.stop_step + 1):
-        for _ in range(plan.batch.gradient_accumulation_steps):
-            indices = np.arange(sample, sample + size) % data.num_samples
-            ids = data.micro_batch(indices).input_ids.to(engine.device, non_blocking=True)
-            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-            engine.backward(loss)
-            engine.step()
-            sample += size * plan.mesh.data
-        loss.item()
-        clock.after(step)
-    engine.destroy()
+def bare_compiled(plan: RunPlan, meter: Meter) -> None:
+    """Train in a loop around a DeepSpeed engine, with compiled blocks."""
+    model = make_model(plan)
+    for block in model.model.layers:
+        block.compile()
+    _train_bare(plan, meter, model)
 
 
-def transformers(
-    plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock
+def bare_partitioned(plan: RunPlan, meter: Meter) -> None:
+    """Train in a loop around a DeepSpeed engine of ZeRO 3, which gathers module by module."""
+    with deepspeed.zero.Init(config_dict_or_path=_settings(plan)):
+        model = make_model(plan)
+    _train_bare(plan, meter, model)
+
+
+def bare_leaf_blocks(plan: RunPlan, meter: Meter) -> None:
+    """Train in a loop around a DeepSpeed engine of ZeRO 3, which gathers block by block."""
+    with deepspeed.zero.Init(config_dict_or_path=_settings(plan)):
+        model = make_model(plan)
+    deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
+    _train_bare(plan, meter, model)
+
+
+def bare_masked(plan: RunPlan, meter: Meter) -> None:
+    """Train as `bare_compiled`, with documents kept apart by a mask of all pairs of tokens."""
+    documents = _document_numbers(plan)
+    causal = torch.ones(len(documents), len(documents), dtype=torch.bool).tril()
+    mask = causal & (documents == documents[:, None])
+    shape = (plan.batch.micro_batch_size, 1, *mask.shape)
+    mask = mask.to(get_accelerator().current_device_name()).expand(shape)
+    _train_masked(plan, meter, "sdpa", attention_mask=mask)
+
+
+def bare_varlen(plan: RunPlan, meter: Meter) -> None:
+    """Train as `bare_compiled`, with documents kept apart by torch's kernel for such lengths."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    counts = torch.bincount(_document_numbers(plan)).repeat(plan.batch.micro_batch_size)
+    bounds = functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    bounds, longest = bounds.to(get_accelerator().current_device_name()), int(counts.max())
+    is_new = "window_size" in inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if is_new else {"is_causal": True}
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        samples, heads, length, width = query.shape
+        key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
+        flat = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+        attended = varlen_attn(*flat, bounds, bounds, longest, longest, **causal)
+        return attended.view(samples, length, heads, width), None
+
+    AttentionInterface.register("varlen", attend)
+    AttentionMaskInterface.register("varlen", lambda *_, **__: None)
+    _train_masked(plan, meter, "varlen")
+
+
+def _train_masked(plan: RunPlan, meter: Meter, attention: str, **inputs: torch.Tensor) -> None:
+    model = make_model(plan, attention=attention)
+    for block in model.model.layers:
+        block.compile()
+    length = plan.batch.sequence_length
+    positions = torch.arange(length) % min(DOCUMENT_TOKENS, length)
+    positions = positions.to(get_accelerator().current_device_name())[None]
+    positions = positions.expand(plan.batch.micro_batch_size, -1)
+    _train_bare(plan, meter, model, position_ids=positions, **inputs)
+
+
+def _document_numbers(plan: RunPlan) -> torch.Tensor:
+    """Return the number of the document that each token of a sample belongs to."""
+    return torch.arange(plan.batch.sequence_length) // DOCUMENT_TOKENS
+
+
+def _train_bare(
+    plan: RunPlan, meter: Meter, model: PreTrainedModel, **inputs: torch.Tensor
 ) -> None:
-    """Train with transformers' Trainer."""
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-
-    optimizer, precision = plan.config.optimizer, number_formats(plan.config.precision)
-    with tempfile.TemporaryDirectory() as folder:
-        # Created before the model: with stage 3 they partition the model as it is built.
-        arguments = TrainingArguments(
-            output_dir=folder,
-            deepspeed=settings,
-            max_steps=plan.stop_step,
-            per_device_train_batch_size=plan.batch.micro_batch_size,
-            gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
-            learning_rate=optimizer.lr,
-            weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.beta1,
-            adam_beta2=optimizer.beta2,
-            adam_epsilon=optimizer.epsilon,
-            max_grad_norm=optimizer.gradient_clipping,
-            bf16=precision.weights.value == "bf16",
-            use_cpu=plan.hardware.accelerator.value == "cpu",
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
-
-        class Watch(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                clock.after(state.global_step)
-
-        trainer = Trainer(
-            model=_model(plan), args=arguments, train_dataset=_Samples(data), callbacks=[Watch()]
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        trainer.model_wrapped.destroy()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=_settings(plan)
+    )
+    ids = sample_ids(plan)
+    for _ in range(meter.steps.total):
+        loss = engine(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
+        engine.backward(loss)
+        engine.step()
+        meter.after_step()
+    check_loss(loss)
 
 
-class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Single samples, as transformers' Trainer expects them."""
-
-    def __init__(self, data: PackedDataset) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return self._data.num_samples
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = self._data.micro_batch(np.array([index])).input_ids[0]
-        return {"input_ids": ids, "labels": ids}
-
-
-def _model(plan: RunPlan, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Build the plan's model with the given type, or with that of the plan's weights."""
-    # A CPU takes a minute to draw a billion weights.
-    with torch.device(get_accelerator().current_device_name()):
-        model = AutoModelForCausalLM.from_config(
-            transformers_config(plan.config.model),
-            dtype=dtype or TORCH_TYPES[number_formats(plan.config.precision).weights],
-            attn_implementation=plan.config.model.attention.value,
-        )
-    if plan.config.activation_checkpointing.mode == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
-
-
-def fsdp2(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: Clock) -> None:
-    """Train with torch's `fully_shard`: fp32 master weights, as in DeepSpeed, and torch's fused
-    AdamW.
+def torchtitan(plan: RunPlan, meter: Meter) -> None:
+    """Train as torchtitan does: compiled blocks and loss, `fully_shard` with fp32 master weights in
+    mixed precision, fused AdamW.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    optimizer, device = plan.config.optimizer, torch.device(get_accelerator().current_device_name())
+    optimizer = plan.config.optimizer
     low = TORCH_TYPES[number_formats(plan.config.precision).weights]
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    model = _model(plan, torch.float32).to(device)
-    partitioned = plan.config.zero_stage.stage == 3
+    model, ids = make_model(plan, torch.float32), sample_ids(plan)
     for block in model.model.layers:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=partitioned)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=partitioned)
+        block.compile()
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    cross_entropy = torch.compile(_cross_entropy)
     update = torch.optim.AdamW(
         model.parameters(),
         lr=optimizer.lr,
@@ -174,47 +143,101 @@ def fsdp2(plan: RunPlan, settings: dict[str, Any], data: PackedDataset, clock: C
         weight_decay=optimizer.weight_decay,
         fused=True,
     )
-    rank, size = torch.distributed.get_rank(), plan.batch.micro_batch_size
-    accumulation, sample = plan.batch.gradient_accumulation_steps, rank * size
-    for step in range(1, plan.stop_step + 1):
-        for micro in range(accumulation):
-            indices = np.arange(sample, sample + size) % data.num_samples
-            ids = data.micro_batch(indices).input_ids.to(device, non_blocking=True)
-            model.set_requires_gradient_sync(micro == accumulation - 1)
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            (loss / accumulation).backward()
-            sample += size * plan.mesh.data
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.gradient_clipping)
+    for _ in range(meter.steps.total):
+        loss = cross_entropy(model(input_ids=ids, use_cache=False).logits, ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(
+            model.parameters(), optimizer.gradient_clipping, foreach=True
+        )
         update.step()
         update.zero_grad()
-        loss.item()
-        clock.after(step)
+        meter.after_step()
+    check_loss(loss)
 
 
-LOOPS = {"bare": bare, "transformers": transformers, "fsdp2": fsdp2}
+def _cross_entropy(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def main(loop: str, run_dir: str, result: str, warmup: str) -> None:
-    """Train as one rank, and write seconds per step and peak memory."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    run = RunPaths(Path(run_dir))
-    plan = read_plan(run.attempt(1).plan)
-    settings = json.loads(run.attempt(1).deepspeed.read_text())
-    process: Process = DeepSpeedBackend().start_process(plan)
-    corpus = Corpus.load(run.corpus)
-    length = plan.batch.sequence_length
-    data = PackedDataset(corpus, corpus.train, sequence_length=length, mask_documents=False)
-    clock = Clock(int(warmup), plan.stop_step)
-    LOOPS[loop](plan, settings, data, clock)
-    measured = {
-        "seconds_per_step": clock.seconds_per_step,
-        **asdict(peak_memory(process.device)),
-    }
-    Path(f"{result}.{process.rank}").write_text(json.dumps(measured))
-    process.barrier()
-    stop_process()
+def transformers(plan: RunPlan, meter: Meter) -> None:
+    """Train with transformers' Trainer around DeepSpeed, with Liger's kernels if installed."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers.utils import is_liger_kernel_available
+
+    optimizer, precision = plan.config.optimizer, number_formats(plan.config.precision)
+    is_on_cpu = plan.hardware.accelerator.value == "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            deepspeed=_settings(plan),
+            max_steps=meter.steps.total,
+            per_device_train_batch_size=plan.batch.micro_batch_size,
+            learning_rate=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.beta1,
+            adam_beta2=optimizer.beta2,
+            adam_epsilon=optimizer.epsilon,
+            max_grad_norm=optimizer.gradient_clipping,
+            bf16=precision.weights.value == "bf16",
+            use_cpu=is_on_cpu,
+            use_liger_kernel=is_liger_kernel_available() and not is_on_cpu,
+            logging_steps=1000,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+
+        class Watch(TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                meter.after_step()
+
+        rows = sample_ids(plan).cpu()
+        data: Any = [{"input_ids": row, "labels": row} for row in rows] * meter.steps.total
+        trainer = Trainer(
+            model=make_model(plan), args=arguments, train_dataset=data, callbacks=[Watch()]
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
 
 
-if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    main(*sys.argv[1:])
+def make_model(
+    plan: RunPlan, dtype: torch.dtype | None = None, attention: str = "sdpa"
+) -> PreTrainedModel:
+    """Build the plan's model with the given type, or with that of the plan's weights."""
+    # A CPU takes a minute to draw a billion weights.
+    with torch.device(get_accelerator().current_device_name()):
+        return AutoModelForCausalLM.from_config(
+            transformers_config(plan.config.model),
+            dtype=dtype or TORCH_TYPES[number_formats(plan.config.precision).weights],
+            attn_implementation=attention,
+        )
+
+
+def sample_ids(plan: RunPlan) -> torch.Tensor:
+    """Return random token ids of a micro-batch, on the device."""
+    batch, vocabulary = plan.batch, plan.config.model.vocab_size
+    ids = torch.randint(vocabulary, (batch.micro_batch_size, batch.sequence_length))
+    return ids.to(get_accelerator().current_device_name())
+
+
+def check_loss(loss: torch.Tensor) -> None:
+    """Raise ValueError if a loss is not finite: such a loop may have skipped its updates."""
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss became {loss.item()}")
+
+
+def _settings(plan: RunPlan) -> dict[str, Any]:
+    settings = copy.deepcopy(dict(plan.deepspeed))
+    settings["bf16"] = {"enabled": settings.get("bf16", {}).get("enabled", False)}
+    return settings
+
+
+LOOPS: dict[str, Loop] = {
+    "bare-compiled": bare_compiled,
+    "bare": bare_partitioned,
+    "bare-leaf-blocks": bare_leaf_blocks,
+    "bare-masked": bare_masked,
+    "bare-varlen": bare_varlen,
+    "torchtitan": torchtitan,
+    "transformers": transformers,
+}

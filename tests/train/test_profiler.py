@@ -72,7 +72,8 @@ def test_the_steps_of_the_window_are_recorded(
 ) -> None:
     made = Run(tmp_path / "profile", window).make(steps)
     assert recorded(tmp_path / "profile") == expected
-    assert "aten::mm" in (tmp_path / "profile/rank-0.txt").read_text()
+    text = (tmp_path / "profile/rank-0.txt").read_text()
+    assert f"ms a step over {len(expected)} steps" in text and "aten::mm [products]" in text
     found = {"step": window[1], "path": "profile"}
     assert made.records == ([found] if window[1] in steps else [])
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {
@@ -114,10 +115,24 @@ def test_a_full_disk_ends_the_profile_and_not_the_run(
     assert list((tmp_path / "profile").iterdir()) == []
 
 
+def test_a_trace_that_cannot_be_read_is_kept_without_a_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(self: profile, path: str) -> None:
+        Path(path).write_bytes(gzip.compress(b'{"traceEvents": [half'))
+
+    monkeypatch.setattr(profile, "export_chrome_trace", export)
+    made = Run(tmp_path / "profile", [1, 1]).make(range(1, 4))
+    assert made.records == [{"step": 1, "path": "profile"}]
+    text = (tmp_path / "profile/rank-0.txt").read_text()
+    assert text.startswith("the trace cannot be summarized: ")
+
+
 @pytest.mark.gpu
 def test_the_device_s_operations_are_recorded(tmp_path: Path) -> None:
     Run(tmp_path, [2, 2], device="cuda").make((1, 2, 3))
     with gzip.open(tmp_path / "rank-0.trace.json.gz") as stream:
         kinds = {event.get("cat") for event in json.load(stream)["traceEvents"]}
     assert "kernel" in kinds
-    assert "Self CUDA" in (tmp_path / "rank-0.txt").read_text()
+    text = (tmp_path / "rank-0.txt").read_text()
+    assert "the GPU is busy" in text and "[products]" in text

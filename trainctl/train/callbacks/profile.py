@@ -1,7 +1,7 @@
-"""Window of steps under torch's profiler: a trace for chrome://tracing or Perfetto, and a table.
+"""Window of steps under torch's profiler: a trace for chrome://tracing or Perfetto, and a summary.
 
 attempts/N/profile/rank-0.trace.json.gz   every operation on a time line
-attempts/N/profile/rank-0.txt             the operations with the most self time
+attempts/N/profile/rank-0.txt             where the time of a step goes (`trace_summary`)
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from trainctl.config.schema import LoggingConfig
 from trainctl.options.callbacks import Callback, Context
 from trainctl.runs.files import ensure_folder, write_text
 from trainctl.train.callbacks.context import Journal
-
-TABLE_ROWS = 40
-NAME_WIDTH = 60
+from trainctl.train.callbacks.trace_summary import read_trace, render, summarize
 
 
 class Profile(Callback):
@@ -91,7 +89,6 @@ class Profile(Callback):
             activities=activities,
             schedule=schedule(wait=0, warmup=1, active=active, repeat=1) if warmup else None,
             on_trace_ready=self._write,
-            acc_events=True,
         )
         self._running.start()
 
@@ -111,10 +108,6 @@ class Profile(Callback):
 
     def _write_files(self, recorded: profile) -> None:
         ensure_folder(self._folder)
-        by = "self_cpu_time_total" if self._device.type == "cpu" else "self_device_time_total"
-        table = recorded.key_averages().table(
-            sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=NAME_WIDTH
-        )
         trace = self._folder / f"rank-{self._rank}.trace.json.gz"
         # torch compresses the trace if the name ends in .gz.
         temporary = trace.with_name(f".{os.getpid()}.{trace.name}")
@@ -123,4 +116,8 @@ class Profile(Callback):
             temporary.replace(trace)
         finally:
             temporary.unlink(missing_ok=True)
-        write_text(self._folder / f"rank-{self._rank}.txt", table)
+        try:
+            text = render(summarize(read_trace(trace), self._recorded))
+        except ValueError as error:
+            text = f"the trace cannot be summarized: {error}\n"
+        write_text(self._folder / f"rank-{self._rank}.txt", text)
