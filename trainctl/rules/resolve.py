@@ -24,6 +24,7 @@ from trainctl.plans.derive import (
     derive_warmup_steps,
     uncounted_steps,
 )
+from trainctl.plans.gathering import gather_reasons
 from trainctl.plans.mup import derived_settings as mup_reasons
 from trainctl.plans.optimizers import implementation_reasons as optimizer_reasons
 from trainctl.plans.optimizers import learning_rate_reasons, lr_scale
@@ -115,6 +116,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *recomputed_blocks(config),
             *stage_reasons,
             *_format_reasons(config),
+            *gather_reasons(config),
             *optimizer_reasons(config, hardware),
             *learning_rate_reasons(config, batch),
             *mup_reasons(config),
