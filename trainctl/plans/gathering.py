@@ -1,4 +1,4 @@
-"""What ZeRO 3 gathers and releases together: decoder blocks, or each of their modules.
+"""Units that ZeRO 3 gathers and releases together: decoder blocks, or each of their modules.
 
 DeepSpeed's hooks run Python before and behind each unit that they gather, forward and backward. A
 decoder block as one unit has a tenth of these hooks. While it runs, the next block is gathered.

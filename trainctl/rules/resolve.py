@@ -51,8 +51,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     """Derive everything that the config leaves open, and check it.
 
     An impossible derivation gives ``None`` and is reported by the rules. Derivations and rules that
-    do not depend on it still run, so that all problems are reported together. Pure: reads nothing
-    else.
+    do not depend on it still run, so that all problems are reported together. Reads no files.
 
     Raises:
         TrainctlError: A callback is not installed here, or its folder is not trusted.

@@ -87,7 +87,7 @@ KERNEL_START = 5e-6
 DISPATCH = 15e-6
 """Seconds per operation under `selective` in a user's module: each is looked at in Python."""
 WATCHED_CALL = 6e-6
-"""The same in models of transformers, where Python looks at calls of torch's functions."""
+"""Seconds per operation in models of transformers, where Python looks at calls alone."""
 FORWARD_HOOK, BACKWARD_HOOK = 1e-3, 0.5e-3
 """Seconds of the host per module with parameters at ZeRO 3, in either pass: DeepSpeed's hooks look
 up, gather and release the module's parameters. Fitted to two runs of Qwen3 0.6B on one H100
