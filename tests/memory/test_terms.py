@@ -84,7 +84,7 @@ def test_int8_weights_take_a_byte_an_element_on_their_way() -> None:
     (plain,) = moments(zero_stage__stage=3)
     (quantized,) = moments(zero_stage__stage=3, zero_stage__quantized_weights=True)
     extra = quantized["forward_end"].gathered_parameters - plain["forward_end"].gathered_parameters
-    assert extra == HEAD + 50_000_000  # the head, and what is prefetched
+    assert extra == HEAD + 218_112_000  # the head, and the next block, which is prefetched
 
 
 def test_int4_gradients_between_machines_are_smaller_than_a_bucket() -> None:
@@ -220,7 +220,7 @@ def test_weights_ahead_are_gathered_up_to_the_limit() -> None:
     (again,) = moments(
         zero_stage__prefetch_bucket_size=0, zero_stage__max_reuse_distance=400_000_000, **common
     )
-    assert again["forward_end"].gathered_parameters == 2 * (200_000_000 + HEAD)
+    assert again["forward_end"].gathered_parameters == 2 * (200_000_000 + 218_112_000 + HEAD)
 
 
 def test_an_average_of_the_weights_lies_where_the_master_weights_do() -> None:

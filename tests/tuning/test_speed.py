@@ -15,11 +15,12 @@ import pytest
 from throughput_rows import ROOT, Row, hardware_of, plan_of, rows
 
 from trainctl.config.compose import compose
-from trainctl.config.schema import RunConfig
+from trainctl.config.schema import GatherUnit, RunConfig
 from trainctl.hardware import resolve_hardware
 from trainctl.rules.resolve import resolve
 from trainctl.tuning.rates import (
     BACKWARD_HOOK,
+    BLOCK_HOOKS,
     COLLECTIVE_LATENCY,
     FORWARD_HOOK,
     LINK_SHARE,
@@ -130,7 +131,10 @@ def test_zero_3_waits_for_its_hooks_on_the_host() -> None:
     }
     first, third = (time_of(zero_stage__stage=stage, **small).compute for stage in (1, 3))
     # Seven products and two norms in each of 32 blocks, whose kernels start in between.
-    assert third - first == pytest.approx(32 * 9 * (FORWARD_HOOK + BACKWARD_HOOK), rel=0.01)
+    hooks = 32 * 9 * (FORWARD_HOOK + BACKWARD_HOOK)
+    assert third - first == pytest.approx(BLOCK_HOOKS * hooks, rel=0.01)
+    each = time_of(zero_stage__stage=3, zero_stage__gather=GatherUnit.modules, **small).compute
+    assert each - first == pytest.approx(hooks, rel=0.01)
     fsdp = time_of(zero_stage__stage=3, engine__kind="fsdp2", **small).compute
     assert fsdp == pytest.approx(first)
     large = {"devices": 1, "training__micro_batch_size": 8}

@@ -115,6 +115,11 @@ _TORCH_USES = (
             "selective checkpointing keeps a product together with what is added to it in place",
             names=("_python_dispatch",),
         ),
+        extended(
+            "torch.overrides:TorchFunctionMode.__torch_function__"
+            "(self, func, types, args=(), kwargs=None)",
+            "only calls that keep or change such a result are looked at operation by operation",
+        ),
         read(
             "torch._ops:OpOverload.__init__",
             "which tensors an operation writes to",

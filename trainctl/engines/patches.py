@@ -34,6 +34,7 @@ from trainctl.options.data import spec_of
 from trainctl.options.engine import engine_of, fsdp2
 from trainctl.options.optimizer import adamw_8bit
 from trainctl.options.precision import loss_scaling
+from trainctl.plans.gathering import gathers_blocks
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.settings import uses_ring
 
@@ -61,6 +62,7 @@ FSDP2 = Need("engine.kind", lambda config: config.engine.kind == fsdp2.SPEC.name
 STAGE_0 = Need("zero_stage.stage", lambda config: config.zero_stage.stage == 0)
 STAGES_1_2 = Need("zero_stage.stage", lambda config: config.zero_stage.stage in (1, 2))
 STAGE_3 = Need("zero_stage.stage", lambda config: config.zero_stage.stage == 3)
+GATHERED_BLOCKS = Need("zero_stage.gather", gathers_blocks)
 PARTITIONED = Need("zero_stage.stage", lambda config: config.zero_stage.stage > 0)
 
 OPTIMIZER_ON_HOST = Need(

@@ -22,6 +22,7 @@ from trainctl.memory.rollout import rollout_phase
 from trainctl.memory.stages import Stage
 from trainctl.options.model import spec_of
 from trainctl.options.precision import is_emulated, precision_of
+from trainctl.plans.gathering import gathers_blocks, prefetched_elements
 from trainctl.plans.types import LayoutPlan
 
 
@@ -135,8 +136,8 @@ def _gathered_weight_bytes(
     """Return the bytes of weights gathered at stage 3 while a module of `module` elements runs;
     `outside` of them are in no block. `turning` is the turn from forward to backward.
 
-    Each module that runs, with weights or without, prefetches `prefetch_bucket_size` more elements,
-    in whole tensors. So the prefetched weights grow up to `max_live_parameters` plus one tensor
+    Each unit that is gathered, with weights or without, prefetches `prefetched_elements` more, in
+    whole tensors. So the prefetched weights grow up to `max_live_parameters` plus one tensor
     (`_fetch_sub_module_impl`, zero/partitioned_param_coordinator.py). Towards the end of the
     backward pass nothing is left to prefetch. Without prefetching, a weight stays gathered if it is
     used again within `max_reuse_distance` elements (`__params_to_release`): at the turn from
@@ -146,12 +147,14 @@ def _gathered_weight_bytes(
     engine = rank.engine
     if engine.stage < 3 or _shard_is_whole_model(engine):
         return 0
-    limit = max(engine.zero.max_live_parameters, module)
-    live = min(module + engine.zero.prefetch_bucket_size, limit)
+    limit, ahead = max(engine.zero.max_live_parameters, module), prefetched_elements(engine.config)
+    live = min(module + ahead, limit)
     if turning:
         reuse = engine.zero.max_reuse_distance // (3 if rank.recomputes else 2)
+        # Blocks are whole: one that is partly within the distance stays gathered.
+        reuse += rank.stage.block_parameters if gathers_blocks(engine.config) else 0
         live = max(live, min(reuse + module, limit))
-        if engine.zero.prefetch_bucket_size:
+        if ahead:
             live = max(live, limit + rank.stage.largest_in_block)
     # Weights that autograd retains are gathered too: count them once.
     retained = (
@@ -162,7 +165,7 @@ def _gathered_weight_bytes(
     size = _live_parameter_bytes(rank, min(live, max(rank.stage.parameters - retained, 0)), outside)
     if engine.zero.quantized_weights:
         # Weights arrive as int8 and are expanded into a separate tensor.
-        size += min(module + engine.zero.prefetch_bucket_size, limit, rank.stage.parameters)
+        size += min(module + ahead, limit, rank.stage.parameters)
     return size
 
 

@@ -29,9 +29,11 @@ from trainctl.plans.deepspeed_table import (
     BF16_KEYS,
     FP16_KEYS,
     OFFLOAD_KEYS,
+    PREFETCH,
     ZERO_KEYS,
     written_settings,
 )
+from trainctl.plans.gathering import KEY, prefetched_elements
 from trainctl.plans.optimizers import is_fused, lr_scale, optimizer_maker
 from trainctl.plans.settings import gradient_conflict, number_formats
 from trainctl.plans.types import Batch, Mesh
@@ -227,7 +229,8 @@ def _zero_settings(config: RunConfig, hardware: Hardware) -> Iterator[DerivedVal
     yield derived("zero_optimization.stage", zero.stage, "zero_stage.stage")
     if zero.stage == 0:
         return
-    yield from written_settings(ZERO_KEYS, config)
+    for setting in written_settings(ZERO_KEYS, config):
+        yield _with_next_block(config, setting) if setting.key == PREFETCH else setting
     if _uses_own_optimizer(config, hardware):
         name = optimizer.name
         why = f"{name} is trainctl's own, which DeepSpeed does not list as tested with ZeRO"
@@ -235,6 +238,14 @@ def _zero_settings(config: RunConfig, hardware: Hardware) -> Iterator[DerivedVal
     elif optimizer.deepspeed is None or not optimizer.deepspeed.is_zero_tested:
         why = f"DeepSpeed does not list {optimizer.name} as tested with ZeRO"
         yield derived("zero_allow_untested_optimizer", True, why=why)
+
+
+def _with_next_block(config: RunConfig, setting: DerivedValue) -> DerivedValue:
+    """Return the prefetch bucket, which takes at least the next block if blocks are gathered."""
+    size = prefetched_elements(config)
+    if size == setting.value:
+        return setting
+    return derived(PREFETCH, size, *setting.sources, KEY, why=f"{KEY}=blocks: the next block")
 
 
 def _parallelism_settings(config: RunConfig, mesh: Mesh) -> Iterator[DerivedValue]:

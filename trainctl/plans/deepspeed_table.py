@@ -19,6 +19,7 @@ ZERO = "zero_optimization"
 STATES = f"{ZERO}.offload_optimizer"
 PARAMETERS = f"{ZERO}.offload_param"
 ZENFLOW = f"{ZERO}.zenflow"
+PREFETCH = f"{ZERO}.stage3_prefetch_bucket_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,7 @@ ZERO_KEYS = (
     Row("sharded", f"{ZERO}.reduce_scatter", "zero_stage.reduce_scatter"),
     Row("sharded", f"{ZERO}.reduce_bucket_size", "zero_stage.reduce_bucket_size"),
     Row("stage 1 or 2", f"{ZERO}.allgather_bucket_size", "zero_stage.allgather_bucket_size"),
-    Row("stage 3", f"{ZERO}.stage3_prefetch_bucket_size", "zero_stage.prefetch_bucket_size"),
+    Row("stage 3", PREFETCH, "zero_stage.prefetch_bucket_size"),
     Row(
         "stage 3",
         f"{ZERO}.stage3_param_persistence_threshold",

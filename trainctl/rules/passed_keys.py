@@ -95,8 +95,8 @@ TRAINER_OWNED_KEYS = {
     ZENFLOW: "use offload.zenflow and the keys beside it",
     f"{ZERO}.compute_grad_norm": "the trainer needs the norm of the gradients",
     f"{ZERO}.round_robin_gradients": "checkpoints hold the states in the order of the parameters",
-    f"{ZERO}.stage3_module_granularity_threshold": "DeepSpeed's backward pass fails with it",
-    f"{ZERO}.leaf_module": "DeepSpeed's backward pass fails with some modules",
+    f"{ZERO}.stage3_module_granularity_threshold": "use zero_stage.gather",
+    f"{ZERO}.leaf_module": "use zero_stage.gather",
     f"{ZERO}.save_muon_momentum_buffer_in_memory": _UNTRIED,
     f"{ZERO}.zero_quantized_nontrainable_weights": "use adapter.base_weights",
 }

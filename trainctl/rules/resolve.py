@@ -24,6 +24,7 @@ from trainctl.plans.derive import (
     derive_warmup_steps,
     uncounted_steps,
 )
+from trainctl.plans.gathering import gather_reasons
 from trainctl.plans.mup import derived_settings as mup_reasons
 from trainctl.plans.optimizers import implementation_reasons as optimizer_reasons
 from trainctl.plans.optimizers import learning_rate_reasons, lr_scale
@@ -50,8 +51,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     """Derive everything that the config leaves open, and check it.
 
     An impossible derivation gives ``None`` and is reported by the rules. Derivations and rules that
-    do not depend on it still run, so that all problems are reported together. Pure: reads nothing
-    else.
+    do not depend on it still run, so that all problems are reported together. Reads no files.
 
     Raises:
         TrainctlError: A callback is not installed here, or its folder is not trusted.
@@ -115,6 +115,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *recomputed_blocks(config),
             *stage_reasons,
             *_format_reasons(config),
+            *gather_reasons(config),
             *optimizer_reasons(config, hardware),
             *learning_rate_reasons(config, batch),
             *mup_reasons(config),

@@ -23,6 +23,7 @@ from trainctl.options.objective import HIDDEN_STATES, objective_of
 from trainctl.options.precision import precision_of
 from trainctl.plans import shapes
 from trainctl.plans.flops import attention_products
+from trainctl.plans.gathering import gathers_blocks
 from trainctl.plans.trainable import is_partial
 from trainctl.tuning.experts import expert_time, expert_weights, sparse_share
 from trainctl.tuning.rates import (
@@ -31,6 +32,7 @@ from trainctl.tuning.rates import (
     BACKWARD_HOOK,
     BACKWARD_TO_FORWARD,
     BACKWARD_TRAFFIC,
+    BLOCK_HOOKS,
     DISPATCH,
     FORWARD_HOOK,
     FUSED_LOGIT_BYTES,
@@ -41,6 +43,7 @@ from trainctl.tuning.rates import (
     LOGIT_BYTES,
     MERGED_BYTES,
     ORTHOGONALIZATION_STEPS,
+    WATCHED_CALL,
     Rates,
 )
 
@@ -125,18 +128,19 @@ def block_time(
     return BlockTime(both=both, again=max(0.0, whole - both), forward=alone)
 
 
-def _host_seconds(config: RunConfig) -> tuple[float, int]:
+def _host_seconds(config: RunConfig) -> tuple[float, float]:
     """Return the seconds in which the host starts the kernels of a block's forward pass, and the
-    number of its modules that DeepSpeed's hooks gather and release at stage 3.
+    number of its modules that DeepSpeed's hooks gather and release at stage 3, or their equivalent.
     """
     model = config.model
     dense = KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else KERNELS_OF_A_BLOCK
     kernels = dense + sparse_share(model) * KERNELS_OF_EXPERTS
     each = KERNEL_START
     if checkpointing_of(config.activation_checkpointing).keeps_products:
-        each += DISPATCH
+        each += DISPATCH if model.is_module else WATCHED_CALL
     is_hooked = config.zero_stage.stage == 3 and engine_of(config).takes_json
-    return kernels * each, _modules_of_a_block(model) if is_hooked else 0
+    hooks = _modules_of_a_block(model) * (BLOCK_HOOKS if gathers_blocks(config) else 1)
+    return kernels * each, hooks if is_hooked else 0
 
 
 def _modules_of_a_block(model: ModelConfig) -> int:

@@ -85,12 +85,16 @@ KERNEL_START = 5e-6
 """Seconds per kernel launch. A device faster than its launches waits for the processor."""
 
 DISPATCH = 15e-6
-"""Seconds per operation under `selective`, whose choice of saved results runs in Python."""
+"""Seconds per operation under `selective` in a user's module: each is looked at in Python."""
+WATCHED_CALL = 6e-6
+"""Seconds per operation in models of transformers, where Python looks at calls alone."""
 FORWARD_HOOK, BACKWARD_HOOK = 1e-3, 0.5e-3
 """Seconds of the host per module with parameters at ZeRO 3, in either pass: DeepSpeed's hooks look
 up, gather and release the module's parameters. Fitted to two runs of Qwen3 0.6B on one H100
 (docs/planning.md); one CPU process, whose gathers start no kernels, took 170 and 120 µs.
 """
+BLOCK_HOOKS = 0.35
+"""Share of that time if each decoder block is gathered as a whole (docs/planning.md)."""
 
 BACKWARD_TRAFFIC = 2.0
 """Backward over forward bytes moved by the operations between matrix products."""

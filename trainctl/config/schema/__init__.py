@@ -22,6 +22,7 @@ from trainctl.config.schema.layout import (
     CrossEntropyKind,
     DataType,
     EngineConfig,
+    GatherUnit,
     KernelsConfig,
     OffloadConfig,
     OffloadDevice,

@@ -23,6 +23,13 @@ class EngineConfig:
     )
 
 
+class GatherUnit(Enum):
+    """Part of the model whose parameters ZeRO 3 gathers and releases together."""
+
+    blocks = "blocks"
+    modules = "modules"
+
+
 @dataclass
 class ZeroStageConfig:
     """ZeRO's partitioning over the data-parallel ranks (arXiv:1910.02054), and its buffers."""
@@ -51,6 +58,11 @@ class ZeroStageConfig:
         "Bucket size of the parameter all-gather after a step, stages 1 and 2.",
         unit="elements",
         minimum=2,
+    )
+    gather: GatherUnit | None = option(
+        None,
+        "Part of the model that is gathered and released together, stage 3: decoder blocks, or "
+        "each of their modules. none chooses blocks where they can be.",
     )
     prefetch_bucket_size: int = option(
         50_000_000, "Parameters prefetched ahead of their use, stage 3.", unit="elements", minimum=0

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -15,8 +17,14 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import compiler
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import partition_parameters, stage3
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partitioned_param_coordinator import (
+    PartitionedParameterCoordinator,
+    iter_params,
+)
+from deepspeed.utils import nvtx, z3_leaf_module
 
 
 def disable_shm_allreduce() -> None:
@@ -62,6 +70,67 @@ def copy_from_swap_buffers() -> None:
         return handle
 
     partition_parameters._no_gather_coalesced = gather_copies
+
+
+def reduce_gradients_one_by_one() -> None:
+    """Make ZeRO 3 reduce each gradient of a block when it is there, as outside such blocks.
+
+    For a block that is gathered as a whole, DeepSpeed takes all gradients in a hook of the block's
+    inputs (zero/stage3.py). If these have no gradient (the first block under a frozen embedding) or
+    the block runs twice in a step, the hook runs too early, and zeros are reduced.
+    """
+    stage3.z3_leaf_parameter = lambda parameter: False
+
+
+def count_blocks_by_their_parameters() -> None:
+    """Make ZeRO 3 measure how soon parameters are used again by what each unit gathers.
+
+    DeepSpeed looks into all units as into the one that is released. When a block is, the whole
+    model counts as a unit that uses it again; when an embedding is, blocks count as empty. Both
+    stayed gathered (zero/partitioned_param_coordinator.py, `__params_to_release`).
+    """
+    PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release = cache(
+        _ids_to_release
+    )
+
+
+def _ids_to_release(coordinator: Any, unit: torch.nn.Module, step: int) -> set[int]:
+    """Return the ids of a unit's parameters that no unit needs again soon, behind a step of the
+    recorded order.
+    """
+    known = {
+        name: getattr(coordinator, f"_PartitionedParameterCoordinator__{name}")
+        for name in (
+            "most_recent_step_id_param_fetched_for",
+            "submodule_order",
+            "max_reuse_dist_in_numel",
+        )
+    }
+    fetched = known["most_recent_step_id_param_fetched_for"]
+    freed = {p for p in _parameters(unit) if not p.ds_persist and fetched[p] <= step}
+    passed = 0
+    for later in known["submodule_order"][step:]:
+        if passed >= known["max_reuse_dist_in_numel"] or not freed:
+            break
+        for parameter in _parameters(later):
+            freed.discard(parameter)
+            passed += parameter.ds_numel
+    return {parameter.ds_id for parameter in freed}
+
+
+def _parameters(unit: torch.nn.Module) -> Iterable[Any]:
+    return iter_params(unit, recurse=z3_leaf_module(unit))
+
+
+def leave_out_profiler_ranges() -> None:
+    """Make DeepSpeed's functions leave out the ranges for a profiler that they begin and end."""
+    nvtx.enable_nvtx = False
+
+
+def keep_signature_of_products() -> None:
+    """Keep the signature that torch compares the arguments of each product at ZeRO 3 with."""
+    forward: Any = LinearFunctionForZeroStage3.forward
+    forward.__signature__ = inspect.signature(forward)
 
 
 def cut_out_transposed_weights() -> None:

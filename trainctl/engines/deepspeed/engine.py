@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScalerBase
+from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -27,6 +28,7 @@ from trainctl.engines.micro_batch import MicroBatch, StepSums
 from trainctl.engines.process import Process
 from trainctl.engines.protocol import Engine, Job
 from trainctl.errors import ExitCode, TrainctlError
+from trainctl.plans.gathering import gathers_blocks
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import Batch, RunPlan
 from trainctl.runs.layout import RunPaths
@@ -127,6 +129,8 @@ class DeepSpeedEngine(Engine):
         module = self._wrap(job)
         if mesh.expert.size > 1:
             register_experts(module, job)
+        for block in job.blocks if gathers_blocks(plan.config) else ():
+            set_z3_leaf_module(block, True)
         self.deepspeed, *_ = deepspeed.initialize(
             model=module,
             optimizer=job.optimizer,

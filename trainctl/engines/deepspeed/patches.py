@@ -6,6 +6,7 @@ from trainctl.engines.patches import (
     DEEPSPEED_JSON,
     EXPERTS,
     FP16,
+    GATHERED_BLOCKS,
     OPTIMIZER_ON_HOST,
     OPTIMIZER_ON_NVME,
     PARAMETERS_ON_NVME,
@@ -29,6 +30,9 @@ _CHANGES = "trainctl.engines.deepspeed.changes"
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
+_COORDINATOR = (
+    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+)
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _ZENFLOW = "deepspeed.runtime.zenflow.zenflow_stage_1_and_2:ZenFlowZeroOptimizer"
 _PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
@@ -66,6 +70,46 @@ USES = (
         body="68ab770ab3b7",
         apply=f"{_CHANGES}:copy_from_swap_buffers",
         need=PARAMETERS_ON_NVME,
+    ),
+    *needed(
+        GATHERED_BLOCKS,
+        replaced(
+            f"{_COORDINATOR}.__params_to_release",
+            "blocks of the end of the forward pass and embeddings stay gathered where blocks are "
+            "gathered as a whole: other units are read as the released one is",
+            contains="iter_params(module, recurse=z3_leaf_module(submodule_to_release))",
+            names=("_PartitionedParameterCoordinator__params_to_release",),
+            apply=f"{_CHANGES}:count_blocks_by_their_parameters",
+        ),
+    ),
+    replaced(
+        f"{_STAGE_3}.create_reduce_and_remove_grad_hooks",
+        "gradients of a block that is gathered as a whole are reduced in a hook of its inputs: "
+        "before they are there if the inputs have no gradient, or if the block runs twice",
+        contains="if not z3_leaf_parameter(param):",
+        names=("z3_leaf_parameter",),
+        apply=f"{_CHANGES}:reduce_gradients_one_by_one",
+        need=GATHERED_BLOCKS,
+    ),
+    *needed(
+        STAGE_3,
+        replaced(
+            "deepspeed.utils.nvtx:instrument_w_nvtx(func)",
+            "each of thousands of calls in a step begins and ends a range for a profiler: 7 % of "
+            "the host's time",
+            names=("enable_nvtx",),
+            apply=f"{_CHANGES}:leave_out_profiler_ranges",
+            fallback="the host may need 7 % more time for a step",
+        ),
+        replaced(
+            "deepspeed.runtime.zero.linear:LinearFunctionForZeroStage3.forward"
+            "(input, weight, bias=None)",
+            "torch reads the signature of this function anew at each product: 8 % of the host's "
+            "time",
+            names=("__signature__",),
+            apply=f"{_CHANGES}:keep_signature_of_products",
+            fallback="the host may need 8 % more time for a step",
+        ),
     ),
     *needed(
         ZENFLOW,

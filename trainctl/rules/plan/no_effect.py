@@ -28,6 +28,7 @@ from trainctl.options.model import Family
 from trainctl.options.schedule import spec_of
 from trainctl.plans.deepspeed_table import ZERO_KEYS, ineffective_keys
 from trainctl.plans.derive import is_counted_in_epochs
+from trainctl.plans.gathering import is_gathered_by_trainctl
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.rule import WARNING, Problem, rule
 
@@ -112,6 +113,11 @@ NEEDS: tuple[tuple[tuple[str, ...], Condition, str], ...] = (
         "trainctl's trainer: a program of your own does this itself",
     ),
     (("logging.deepspeed_level",), lambda c: engine_of(c).takes_json, DEEPSPEED),
+    (
+        ("zero_stage.gather",),
+        is_gathered_by_trainctl,
+        "zero_stage=3 and engine=deepspeed, with trainctl's trainer",
+    ),
     (
         ("zero_stage.overlap_comm",),
         lambda c: c.zero_stage.stage >= 1 and c.parallelism.pipeline == 1,

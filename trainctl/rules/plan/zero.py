@@ -9,12 +9,14 @@ from trainctl.config.schema import (
     CheckpointConfig,
     CompileKind,
     DataType,
+    GatherUnit,
     OffloadDevice,
     RunConfig,
 )
 from trainctl.options.model import AXES
 from trainctl.options.optimizer import spec_of
 from trainctl.plans.derive import choices, nearest_divisors
+from trainctl.plans.gathering import block_conflict, is_gathered_by_trainctl
 from trainctl.plans.settings import number_formats
 from trainctl.rules.deepspeed import offload, zero
 from trainctl.rules.plan.draft import Draft, json_problems, on_json
@@ -211,6 +213,31 @@ def secondary_partition_divides(draft: Draft) -> Iterator[Problem]:
             "zero_stage.hpz_partition_size=1, or offload.parameters=none",
         )
     yield from json_problems(draft, zero.secondary_partitions_divide_a_node)
+
+
+@rule(
+    "TC590",
+    "zero_stage.gather",
+    example="recipe=tiny zero_stage=3 zero_stage.gather=blocks offload.parameters=nvme "
+    "offload.nvme_path=/nvme",
+)
+def blocks_can_be_gathered(draft: Draft) -> Iterator[Problem]:
+    """Parameters are gathered by decoder block only where DeepSpeed can take a whole block.
+
+    DeepSpeed's swap buffers for NVMe hold the parameters of a module at a time, and DeepCompile
+    gathers each parameter in the graph that it compiles.
+
+    Fix: Leave zero_stage.gather out: trainctl then gathers by block where it can.
+    """
+    config = draft.config
+    conflict = block_conflict(config)
+    if config.zero_stage.gather is not GatherUnit.blocks or conflict is None:
+        return
+    if is_gathered_by_trainctl(config):
+        yield Problem(
+            f"zero_stage.gather=blocks with {conflict[0]}: {conflict[1]}",
+            "zero_stage.gather=null",
+        )
 
 
 @rule(

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn
@@ -49,6 +52,24 @@ SAVED_OPERATIONS = frozenset(
 """Operations whose results `selective` keeps: products with weights and fused attention, nearly all
 of a block's arithmetic, and the token exchange of expert parallelism. Batched products are not
 kept, since eager attention computes its scores with them.
+"""
+
+_PRODUCTS = frozenset({"linear", "matmul", "__matmul__", "mm"})
+_WATCHED = _PRODUCTS | frozenset(
+    [
+        "__rmatmul__",
+        "addmm",
+        "multi_head_attention_forward",
+        "scaled_dot_product_attention",
+        "_scaled_mm",
+        "scaled_mm",
+        "_grouped_mm",
+        "grouped_mm",
+        "__setitem__",
+    ]
+)
+"""Names of torch's functions that call `SAVED_OPERATIONS`, or write to a tensor without a sign of
+it in their name. Another function that calls them only has its results computed again.
 """
 
 _repeats: ContextVar[bool] = ContextVar("repeats", default=False)
@@ -86,10 +107,13 @@ def wrap_blocks(
             "block that can be recomputed: 0 are wrapped",
             hint="activation_checkpointing=none, or a model whose blocks support it",
         )
+    contexts = function_of("activation_checkpointing", config.mode)
+    if contexts is selective_dispatch_modes and type(model).__module__.startswith("transformers."):
+        contexts = selective_function_modes
     partitions = config.partition_across_tensor_ranks
     assert tensor_group is not None or not partitions, "nothing to partition over"
     recompute = Recompute(
-        contexts=function_of("activation_checkpointing", config.mode),
+        contexts=contexts,
         offload=config.offload_to_cpu,
         group=tensor_group if partitions else None,
     )
@@ -208,6 +232,49 @@ def selective_dispatch_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     return _SaveOutputs(kept), _ReplaySaved(kept)
 
 
+def selective_function_modes() -> tuple[TorchFunctionMode, TorchFunctionMode]:
+    """Return the same modes, entered only for calls that may keep or change a kept result.
+
+    A mode for operations costs 10 to 30 µs in Python for each operation of a block. One for calls
+    of torch's functions costs 1 or 2, but does not see the collectives of torch.distributed.
+    Blocks of transformers and trainctl's layers change no product by these; a user's module may.
+    """
+    first, again = selective_dispatch_modes()
+    return _WatchedCalls(first), _WatchedCalls(again)
+
+
+class _WatchedCalls(TorchFunctionMode):
+    """Function mode that enters a dispatch mode for watched calls."""
+
+    def __init__(self, operations: _KeepingMode) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not (_is_watched(func) or "out" in kwargs):
+            return func(*args, **kwargs)
+        # Without autograd, inside DeepSpeed's function of a linear layer, a product is one result.
+        is_product = func.__name__ in _PRODUCTS and len(args) > 1 and args[1].dim() == 2
+        if is_product and not torch.is_grad_enabled():
+            return self._operations.result(func.__name__, partial(func, *args, **kwargs))
+        with self._operations:
+            return func(*args, **kwargs)
+
+
+@cache
+def _is_watched(function: Any) -> bool:
+    """Return True if a function of torch may make a result that is kept, or change one in place."""
+    name = getattr(function, "__name__", "")
+    if isinstance(function, OpOverload | OpOverloadPacket) or name in _WATCHED:
+        return True
+    arguments = getattr(getattr(function, "__code__", None), "co_varnames", ())
+    is_special = name.startswith("__")
+    return name[:3] == "__i" if is_special else name.endswith("_") or "inplace" in arguments
+
+
 @dataclass
 class _SavedOutput:
     operation: str
@@ -221,6 +288,10 @@ class _KeepingMode(TorchDispatchMode):
         super().__init__()
         self._kept = kept
 
+    def result(self, operation: str, compute: Callable[[], Any]) -> Any:
+        """Return the result of an operation that is kept."""
+        raise NotImplementedError
+
 
 class _SaveOutputs(_KeepingMode):
     """Dispatch mode that keeps the results of `SAVED_OPERATIONS`.
@@ -233,18 +304,24 @@ class _SaveOutputs(_KeepingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = {_storage_address(tensor) for tensor in _changed_tensors(func, args, kwargs)}
+        written = set[int]()
+        if _may_write(func):
+            written = {_storage_address(tensor) for tensor in _changed_tensors(func, args, kwargs)}
         for item in self._kept if written else ():
             item.output = tree_map_only(
                 torch.Tensor,
                 lambda tensor: tensor.clone() if _storage_address(tensor) in written else tensor,
                 item.output,
             )
-        output = func(*args, **kwargs)
         if func.name() in SAVED_OPERATIONS:
-            # New tensor objects on the same storage: autograd is about to write to these.
-            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-            self._kept.append(_SavedOutput(func.name(), detached))
+            return self.result(func.name(), partial(func, *args, **kwargs))
+        return func(*args, **kwargs)
+
+    def result(self, operation: str, compute: Callable[[], Any]) -> Any:
+        output = compute()
+        # New tensor objects on the same storage: autograd is about to write to these.
+        detached = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+        self._kept.append(_SavedOutput(operation, detached))
         return output
 
 
@@ -254,9 +331,19 @@ class _ReplaySaved(_KeepingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() not in SAVED_OPERATIONS:
             return func(*args, **(kwargs or {}))
-        if not self._kept or self._kept[0].operation != func.name():
-            raise RuntimeError(f"{func.name()} was not called here in the forward pass")
+        return self.result(func.name(), partial(func, *args, **(kwargs or {})))
+
+    def result(self, operation: str, compute: Callable[[], Any]) -> Any:
+        if not self._kept or self._kept[0].operation != operation:
+            raise RuntimeError(f"{operation} was not called here in the forward pass")
         return self._kept.popleft().output
+
+
+@cache
+def _may_write(func: Any) -> bool:
+    """Return True if an operation may change a tensor that it is given."""
+    is_mutable = isinstance(func, OpOverload) and func._schema.is_mutable
+    return is_mutable or getattr(func, "namespace", "") == "c10d"
 
 
 def _changed_tensors(
@@ -267,8 +354,7 @@ def _changed_tensors(
     """
     if getattr(func, "namespace", "") == "c10d":
         yield from _tensor_leaves((args, kwargs))
-    # OpOverload and its schema have no public names.
-    elif isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+    else:  # OpOverload and its schema have no public names
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[index] if index < len(args) else kwargs.get(argument.name)

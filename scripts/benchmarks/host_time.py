@@ -1,0 +1,121 @@
+"""CPU time of a step on one process, ZeRO 3 and recomputation over ZeRO 1: what Python costs.
+
+    python scripts/benchmarks/host_time.py [--steps 12] [--blocks 28] [OVERRIDE ...]
+
+The model is so narrow that its kernels take almost nothing. On a GPU the same Python runs on the
+host, which the device waits for if its kernels take less. Each case trains in a process of its own.
+The least process time of a step counts: other load of the machine makes steps longer only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+from trainctl.config.codec import from_plain, to_plain
+from trainctl.config.compose import compose
+from trainctl.data.prepare import prepare
+from trainctl.hardware import resolve_hardware
+from trainctl.plans.types import RunPlan
+from trainctl.rules.resolve import resolve
+from trainctl.runs.layout import RunPaths
+
+FIXED = [
+    "recipe=tiny",
+    "hardware=1xcpu",
+    "precision=fp32",
+    "model=qwen3-0.6b",
+    "model.hidden_size=64",
+    "model.intermediate_size=176",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "model.head_dim=16",
+    "model.vocab_size=512",
+    "training.sequence_length=16",
+    "training.micro_batch_size=1",
+    "training.gradient_accumulation_steps=2",
+    "training.steps=1000",
+    "training.evaluation_samples=0",
+    "training.sample_tokens=0",
+    "training.global_batch_size=null",
+    "checkpoint.every_steps=null",
+    "checkpoint.every_minutes=null",
+    "checkpoint.at_end=false",
+]
+ZERO_3 = "zero_stage=3 zero_stage.param_persistence_threshold=1000"
+CASES = {
+    "zero1": "zero_stage=1",
+    "zero3": ZERO_3,
+    "zero3, by module": f"{ZERO_3} zero_stage.gather=modules",
+    "zero3, full": f"{ZERO_3} activation_checkpointing=full",
+    "zero3, selective": f"{ZERO_3} activation_checkpointing=selective",
+}
+WARM_STEPS = 3
+"""Steps before those that count: DeepSpeed records the order of the modules in the first."""
+
+
+def main() -> None:
+    """Print the time of each case, and its ratio to the first."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--blocks", type=int, default=28)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    first = None
+    for name, case in CASES.items():
+        layers = f"model.num_layers={arguments.blocks}"
+        config = compose([*FIXED, layers, *case.split(), *arguments.overrides]).config
+        plan = resolve(config, resolve_hardware(config.hardware)).plan
+        assert plan is not None, name
+        seconds = measured(plan, arguments.steps)
+        first = first or seconds
+        print(f"{name:18}{1000 * seconds:8.0f} ms{seconds / first:8.2f}", flush=True)
+
+
+def measured(plan: RunPlan, steps: int) -> float:
+    """Return the least process time of a step, of a fresh process."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, result = RunPaths(Path(folder) / "run"), Path(folder) / "seconds"
+        run.root.mkdir()
+        prepare(plan, run)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        multiprocessing.spawn(_rank, (to_plain(plan), run, port, steps, result), nprocs=1)
+        return float(result.read_text())
+
+
+def _rank(rank: int, plain: Any, run: RunPaths, port: int, steps: int, result: Path) -> None:
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from trainctl.engines.deepspeed.entry import DeepSpeedBackend
+    from trainctl.engines.process import stop_process
+    from trainctl.train.session import assemble
+
+    torch.set_num_threads(1)
+    plan = from_plain(RunPlan, plain)
+    session = assemble(plan, run, DeepSpeedBackend().start_process(plan))
+    engine, least = session.engine, float("inf")
+    engine.set_learning_rate(1.0)
+    for step in range(WARM_STEPS + steps):
+        batches = session.training.step(step * plan.batch.global_batch_size, plan.batch)
+        begun = time.process_time()
+        engine.accumulate(batches)
+        engine.update(norm=session.gradients.norms().total, clip_at=1.0)
+        if step >= WARM_STEPS:
+            least = min(least, time.process_time() - begun)
+    result.write_text(str(least))
+    engine.close()
+    stop_process()
+
+
+if __name__ == "__main__":
+    main()
