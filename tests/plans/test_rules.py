@@ -661,6 +661,17 @@ ERRORS = [
         "zero_stage.shard_group_size=2 or 4",
     ),
     (
+        "TC590",
+        {
+            "zero_stage__stage": 3,
+            "zero_stage__gather": "blocks",
+            "kernels__compile": "deepcompile",
+        },
+        gpus(8),
+        "zero_stage.gather=blocks with kernels.compile=deepcompile: the compiled graph gathers",
+        "zero_stage.gather=null",
+    ),
+    (
         "TC532",
         {"model__num_key_value_heads": 2, "parallelism__tensor": 4, "optimizer__kind": "muon"},
         gpus(8),
