@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ def falls_short(found: int, planned: int) -> bool:
     return found < planned * (1 - MEMORY_TOLERANCE)
 
 
-def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hardware:
+def resolve_hardware(
+    config: HardwareConfig, *, calibrated: bool = True, launches: bool = False
+) -> Hardware:
     """Return the hardware of a plan: declared facts, and detected ones where nothing is declared.
 
     Facts of declared devices that are not in this machine stay unknown unless declared. A declared
@@ -42,6 +45,7 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
 
     Args:
         calibrated: Whether to use measurements of this machine, if the devices are its own.
+        launches: Whether ranks are about to be started, in an environment like this one.
     """
     declared = config.accelerator is not Accelerator.auto
     on_cpu = config.accelerator is Accelerator.cpu
@@ -91,6 +95,7 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
         supports_fp8=(
             all(device.supports_fp8 for device in found) if read_off else config.supports_fp8
         ),
+        has_liger=find_spec("liger_kernel") is not None if is_here or launches else None,
         detected=not declared,
         **_calibrated_fields(calibration, config.nodes * devices),
     )

@@ -32,6 +32,7 @@ from trainctl.plans.settings import expert_reasons, number_formats, recomputed_b
 from trainctl.plans.trainable import parameter_count_reasons as trainable_reasons
 from trainctl.plans.types import RunPlan
 from trainctl.rules.deepspeed.case import Case
+from trainctl.rules.kernel_choice import choose_kernels
 from trainctl.rules.passed_keys import PlanNames, keys_overlap, plan_json_case
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.registry import check_case, check_draft
@@ -70,6 +71,8 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         batches=batches,
         total_steps=total_steps,
     )
+    config, kernel_reasons = choose_kernels(draft)
+    draft = replace(draft, config=config)
     findings = check_draft(draft)
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
@@ -113,6 +116,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *derive_shape(config.schedule, total_steps, warmup_steps, batches),
             *derive_stable_steps(config.schedule, total_steps, warmup_steps, batches),
             *recomputed_blocks(config),
+            *kernel_reasons,
             *stage_reasons,
             *_format_reasons(config),
             *gather_reasons(config),

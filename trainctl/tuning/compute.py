@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from trainctl.config.schema import (
     AttentionKind,
-    CompileKind,
     CrossEntropyKind,
     ModelConfig,
     RunConfig,
@@ -225,7 +224,7 @@ def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> floa
     heads = 1 + (model.future_blocks or 0)
     logits = heads * tokens * (model.score_outputs or model.vocab_size / tensor)
     product = 2 * logits * model.hidden_size / speed.wide_products
-    passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # the loss recomputes its chunks
+    passes = 3.0 if config.kernels.has_all_logits else 4.0  # the loss recomputes its chunks
     per_logit = LOGIT_BYTES
     if kind is CrossEntropyKind.liger_fused:
         passes, per_logit = 3.0, FUSED_LOGIT_BYTES
@@ -280,7 +279,7 @@ def block_matrices(model: ModelConfig) -> tuple[float, float, float]:
 
 def _is_fused(config: RunConfig) -> bool:
     """Return True if the operations between matrix products are fused into few kernels."""
-    return config.kernels.liger or config.kernels.compile is not CompileKind.none
+    return bool(config.kernels.liger) or config.kernels.is_compiled
 
 
 def _average_products(model: ModelConfig) -> tuple[float, float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainctl.config.keys import as_written
 from trainctl.config.schema import (
     Accelerator,
     CompileKind,
@@ -35,7 +36,7 @@ def liger_runs_here(draft: Draft) -> Iterator[Problem]:
     if kernels.liger and on_cpu:
         yield Problem(
             f"kernels.liger needs a GPU, and the hardware is {draft.hardware.name}",
-            "kernels.liger=false",
+            "kernels.liger=false, or kernels=default",
         )
     if kernels.cross_entropy is CrossEntropyKind.liger_fused and on_cpu:
         yield Problem(
@@ -73,20 +74,20 @@ def loss_sees_the_hidden_states(draft: Draft) -> Iterator[Problem]:
     """
     config = draft.config
     kind, key = config.kernels.cross_entropy, "kernels.cross_entropy"
-    if kind is CrossEntropyKind.plain:
+    value = f"{key}={as_written(kind)}"
+    if config.kernels.has_all_logits:
         return
     known = architecture(config.model)
     is_fused = kind is CrossEntropyKind.liger_fused
     if is_fused and (known is None or not known.has_plain_head):
         yield Problem(
-            f"{key}={kind.value} with the {_architecture(config.model)} architecture: what it does "
+            f"{value} with the {_architecture(config.model)} architecture: what it does "
             "between its last hidden states and its logits is not known",
             f"{key}=chunked",
         )
     if config.parallelism.pipeline > 1:
         yield Problem(
-            f"{key}={kind.value} with pipeline stages: DeepSpeed's pipeline computes the loss from "
-            "logits",
+            f"{value} with pipeline stages: DeepSpeed's pipeline computes the loss from logits",
             f"{key}=plain, or parallelism.pipeline=1",
         )
     if is_fused and config.parallelism.tensor > 1:
@@ -134,8 +135,8 @@ def _why_not_tiled(config: RunConfig) -> Iterator[str]:
         )
     elif anatomy is not None and not any(_in_feed_forward(p.name) for p in anatomy.parameters):
         yield f"the {_architecture(model)} architecture has no module for its feed-forward layer"
-    if kernels.compile is not CompileKind.none:
-        yield f"kernels.compile={kernels.compile.value} compiles whole blocks"
+    if kernels.is_compiled:
+        yield f"kernels.compile={as_written(kernels.compile)} compiles whole blocks"
     if checkpointing_of(config.activation_checkpointing).keeps_products:
         yield (
             f"activation_checkpointing.mode={config.activation_checkpointing.mode} keeps what the "
@@ -178,7 +179,10 @@ def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Problem]:
 
 
 def _compiled_as_it_is_kept(config: RunConfig, hint: str) -> Iterator[Problem]:
-    kind, spec = config.kernels.compile.value, checkpointing_of(config.activation_checkpointing)
+    kind, spec = (
+        as_written(config.kernels.compile),
+        checkpointing_of(config.activation_checkpointing),
+    )
     if kind in spec.why_not:
         yield Problem(
             f"activation_checkpointing.mode={spec.name} with kernels.compile={kind}: "
@@ -232,7 +236,7 @@ def deepcompile_runs_here(draft: Draft) -> Iterator[Problem]:
             f"{key}=deepcompile with offload to NVMe: DeepCompile moves states to host memory only",
             f"offload=cpu-all, or {key}=blocks",
         )
-    if config.kernels.cross_entropy is not CrossEntropyKind.plain or config.kernels.liger:
+    if not config.kernels.has_all_logits or config.kernels.liger:
         yield Problem(
             f"{key}=deepcompile compiles the model and its loss; other kernels would cut its graph",
             "kernels.cross_entropy=plain kernels.liger=false",

@@ -272,7 +272,7 @@ def compiler(source: Conversion) -> None:
     if not source.is_on("compile.enable"):
         return
     if source.count("parallelism.tensor_parallel_degree") > 1:
-        source.leave("compile.enable", "blocks of tensor ranks are not compiled", "kernels=default")
+        source.leave("compile.enable", "blocks of tensor ranks are not compiled", "kernels=plain")
     else:
         source.set("kernels.compile", "blocks", "compile.enable")
 
