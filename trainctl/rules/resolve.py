@@ -28,7 +28,12 @@ from trainctl.plans.gathering import gather_reasons
 from trainctl.plans.mup import derived_settings as mup_reasons
 from trainctl.plans.optimizers import implementation_reasons as optimizer_reasons
 from trainctl.plans.optimizers import learning_rate_reasons, lr_scale
-from trainctl.plans.settings import expert_reasons, number_formats, recomputed_blocks
+from trainctl.plans.settings import (
+    document_reasons,
+    expert_reasons,
+    number_formats,
+    recomputed_blocks,
+)
 from trainctl.plans.trainable import parameter_count_reasons as trainable_reasons
 from trainctl.plans.types import RunPlan
 from trainctl.rules.deepspeed.case import Case
@@ -117,6 +122,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *derive_stable_steps(config.schedule, total_steps, warmup_steps, batches),
             *recomputed_blocks(config),
             *kernel_reasons,
+            *document_reasons(config, hardware),
             *stage_reasons,
             *_format_reasons(config),
             *gather_reasons(config),

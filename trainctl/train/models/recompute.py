@@ -47,6 +47,7 @@ SAVED_OPERATIONS = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
         "flash_attn::_flash_attn_forward",
         "flash_attn::_flash_attn_varlen_forward",
+        "torch_attn::_varlen_attn",
     }
 )
 """Operations whose results `selective` keeps: products with weights and fused attention, nearly all
