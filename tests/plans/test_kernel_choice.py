@@ -49,7 +49,7 @@ def reason(plan: RunPlan, key: str) -> str:
         (("zero_stage=3",), False, PLAIN),
         (("parallelism.tensor=2",), True, (True, "plain", "none")),
         (("parallelism.tensor=2",), False, PLAIN),
-        (("parallelism.pipeline=2",), True, COMPILED),
+        (("parallelism.pipeline=2",), True, PLAIN),
         (("kernels=plain",), True, PLAIN),
         (("kernels.cross_entropy=chunked",), True, (True, "chunked", "none")),
         (("kernels.compile=blocks",), True, COMPILED),

@@ -194,10 +194,12 @@ def document_reasons(config: RunConfig, hardware: Hardware) -> Iterator[DerivedV
     on_gpu = hardware.accelerator is not Accelerator.cpu
     if is_asked and on_gpu and config.model.attention is AttentionKind.sdpa:
         if reads_document_bounds(config, hardware):
-            how, why = "bounds", "read by torch's varlen_attn (torch 2.12), a flash kernel"
+            how, why = "bounds", "read by torch's varlen_attn, a flash kernel"
         else:
-            how, why = "mask", "of all pairs of tokens: not what torch's flash kernels take"
-        yield derived("document_attention", how, "data.mask_documents", "model.attention", why=why)
+            how, why = "mask", "of all pairs of tokens, which no flash kernel takes"
+        sources = ("data.mask_documents", "model.attention")
+        why = f"{' with '.join(sources)}=sdpa: {why}"
+        yield derived("document_attention", how, *sources, why=why)
 
 
 def uses_ring(config: RunConfig) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from trainctl.config.codec import to_plain
 from trainctl.config.derived import DerivedValue, derived
+from trainctl.config.keys import leaves
 from trainctl.config.schema import (
     Accelerator,
     CompileKind,
@@ -85,12 +87,16 @@ def choose_kernels(draft: Draft) -> tuple[RunConfig, tuple[DerivedValue, ...]]:
         filled = plain
     why = _reasons(draft, filled, refused)
     reasons = (
-        derived(
-            f"kernels.{key}", to_plain(getattr(filled, key)), "hardware.accelerator", why=why[key]
-        )
+        derived(f"kernels.{key}", to_plain(getattr(filled, key)), *_named(why[key]), why=why[key])
         for key in open_keys
     )
     return replace(config, kernels=filled), tuple(reasons) if config.trains_itself else ()
+
+
+def _named(reason: str) -> tuple[str, ...]:
+    """Return the keys that a reason names, in its order."""
+    words = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)+", reason)
+    return tuple(word for word in dict.fromkeys(words) if word in leaves())
 
 
 def _choices(config: RunConfig) -> Iterator[_Choice]:
@@ -129,6 +135,8 @@ def _why_not_compiled(config: RunConfig) -> Iterator[str]:
     family = architecture(config.model)
     if config.model.factory is not None or family is None:
         yield "torch.compile has not been tried with this architecture"
+    elif config.parallelism.pipeline > 1:
+        yield "torch.compile has not been tried with pipeline stages"
     elif config.zero_stage.stage == 3 and engine_of(config).takes_json:
         yield "DeepSpeed's hooks at ZeRO stage 3 cut the graphs of torch.compile"
     elif objective_of(config.objective).takes is SampleKind.prompts:

@@ -135,7 +135,8 @@ def _host_seconds(config: RunConfig) -> tuple[float, float]:
     dense = KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else KERNELS_OF_A_BLOCK
     kernels = dense + sparse_share(model) * KERNELS_OF_EXPERTS
     each = KERNEL_START
-    if checkpointing_of(config.activation_checkpointing).keeps_products:
+    keeps = checkpointing_of(config.activation_checkpointing).keeps_products
+    if keeps and not config.kernels.is_compiled:
         each += DISPATCH if model.is_module else WATCHED_CALL
     is_hooked = config.zero_stage.stage == 3 and engine_of(config).takes_json
     hooks = _modules_of_a_block(model) * (BLOCK_HOOKS if gathers_blocks(config) else 1)

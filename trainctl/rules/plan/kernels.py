@@ -15,6 +15,7 @@ from trainctl.config.schema import (
 )
 from trainctl.models.anatomy import parse_anatomy
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputing_section
+from trainctl.options.engine import engine_of
 from trainctl.options.model import AXES, architecture, families
 from trainctl.plans.settings import DETERMINISTIC_VARIABLES
 from trainctl.plans.shapes import FEED_FORWARD
@@ -154,13 +155,14 @@ def _in_feed_forward(tensor: str) -> bool:
     "TC087",
     "kernels.compile",
     "activation_checkpointing.mode",
-    example="recipe=tiny kernels.compile=blocks activation_checkpointing=selective",
+    example="recipe=tiny kernels.compile=blocks activation_checkpointing=selective zero_stage=3",
 )
 def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Problem]:
     """torch.compile gets blocks that it can trace.
 
-    torch.compile makes one graph of a block. Inside it no operation is chosen for recomputation,
-    and the exchanges of Ulysses and of ring attention cannot be traced.
+    torch.compile makes one graph of a block, and of its checkpoint if that keeps some results. The
+    hooks of ZeRO stage 3 would cut such a checkpoint, and the exchanges of Ulysses and of ring
+    attention cannot be traced.
 
     Fix: Use activation_checkpointing=full beside it, or kernels.compile=none.
     """
@@ -168,7 +170,15 @@ def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Problem]:
     if config.kernels.compile is not CompileKind.blocks:
         return
     key, axes = "kernels.compile", config.parallelism
-    yield from _compiled_as_it_is_kept(config, f"activation_checkpointing=full, or {key}=none")
+    is_hooked = config.zero_stage.stage == 3 and engine_of(config).takes_json
+    spec = checkpointing_of(config.activation_checkpointing)
+    if spec.keeps_products and is_hooked:
+        yield Problem(
+            f"activation_checkpointing.mode={spec.name} with {key}=blocks at ZeRO stage 3: "
+            "DeepSpeed's hooks would cut the graph of a block and its checkpoint",
+            f"activation_checkpointing=full, or {key}=none",
+            key="activation_checkpointing.mode",
+        )
     for axis in ("tensor", "sequence", "context"):
         if getattr(axes, axis) > 1:
             yield Problem(

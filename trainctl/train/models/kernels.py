@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.extras import install_command
@@ -19,6 +19,7 @@ from trainctl.options.precision import is_emulated
 from trainctl.plans.shapes import FEED_FORWARD
 from trainctl.train.adapters.layers import LoraLayer
 from trainctl.train.models.model import blocks
+from trainctl.train.models.recompute import Recompute, compiled_selection
 
 
 def apply_kernels(model: PreTrainedModel, config: KernelsConfig) -> None:
@@ -39,28 +40,42 @@ def compile_blocks(model: nn.Module) -> int:
     """Compile each decoder block, once per kind; return the number of blocks.
 
     A recomputed block is compiled inside its checkpoint, so that its recomputation is one compiled
-    pass.
+    pass. A block that keeps its products is compiled with its checkpoint, whose graph tells
+    operations apart.
     """
     layers = blocks(model)
     for layer in layers:
         if layer.gradient_checkpointing:
             # Set by `recompute.wrap_blocks`.
-            recompute = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = replace(recompute, inner=_compile_block_call)
+            recompute: Recompute = layer._gradient_checkpointing_func
+            is_whole = recompute.contexts is noop_context_fn
+            call = partial(_compile_call, keeps=not is_whole)
+            layer._gradient_checkpointing_func = (
+                replace(recompute, inner=call) if is_whole else replace(recompute, outer=call)
+            )
         else:
             layer.compile(dynamic=False)
     return len(layers)
 
 
-def _compile_block_call(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_call(forward: Callable[..., Any], *, keeps: bool) -> Callable[..., Any]:
     """Return a block's call, bound by `functools.partial`, with its function compiled."""
     assert isinstance(forward, partial)
-    return partial(_compile_function(forward.func), *forward.args, **forward.keywords)
+    compiled = _compile_function(forward.func, keeps=keeps)
+    return partial(compiled, *forward.args, **forward.keywords)
 
 
 @cache
-def _compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)
+def _compile_function(function: Callable[..., Any], *, keeps: bool) -> Callable[..., Any]:
+    if not keeps:
+        return torch.compile(function, dynamic=False)
+
+    def with_checkpoint(*args: Any, **keywords: Any) -> Any:
+        return checkpoint(
+            function, *args, use_reentrant=False, context_fn=compiled_selection, **keywords
+        )
+
+    return torch.compile(with_checkpoint, dynamic=False)
 
 
 def _use_liger(model: PreTrainedModel) -> None:
