@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import masking_utils
 
 from trainctl.config.compose import compose
-from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.micro_batch import MicroBatch, document_lengths
 from trainctl.hardware import resolve_hardware
 from trainctl.plans.settings import reads_document_bounds
 from trainctl.plans.types import RunPlan
@@ -73,6 +73,21 @@ def by_document(
         one = F.scaled_dot_product_attention(*parts, mask, scale=scale, enable_gqa=enable_gqa)
         found.append(one[0].transpose(0, 1))
     return torch.cat(found)
+
+
+def test_batches_of_a_compiled_model_have_few_shapes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = set()
+    for _ in range(50):
+        lengths = torch.randint(1, 100, (20,), generator=generator).tolist()
+        positions = torch.cat([torch.arange(each) for each in lengths])[None]
+        exact = document_lengths(positions, torch.device("cpu"))
+        rounded = document_lengths(positions, torch.device("cpu"), rounded=True)
+        bounds, longest = rounded["cu_seq_lens_q"], rounded["max_length_q"]
+        assert torch.equal(bounds.unique(), exact["cu_seq_lens_q"])  # the others are empty
+        assert exact["max_length_q"] == max(lengths) <= longest < 2 * max(lengths)
+        shapes.add((len(bounds), longest))
+    assert shapes <= {(33, 64), (33, 128)}
 
 
 def batch() -> MicroBatch:
