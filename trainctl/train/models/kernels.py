@@ -16,6 +16,7 @@ from trainctl.config.extras import install_command
 from trainctl.config.schema import CompileKind, KernelsConfig, PrecisionConfig
 from trainctl.errors import MachineError, TrainctlError
 from trainctl.options.precision import is_emulated
+from trainctl.options.precision.fp8 import Fp8Config
 from trainctl.plans.shapes import FEED_FORWARD
 from trainctl.train.adapters.layers import LoraLayer
 from trainctl.train.models.model import blocks
@@ -148,7 +149,7 @@ def _split_into_tiles(tensor: torch.Tensor, tiles: int) -> tuple[torch.Tensor, .
 def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
     """Convert the linear layers of the decoder blocks to fp8 products; return the number converted.
 
-    Inputs, weights and gradients are rounded with one scale per tensor, computed on use
+    Inputs, weights and gradients are rounded with one scale per tensor, or per row, computed on use
     (torchao's dynamic scaling, arXiv:2209.05433). Weights stay in bf16 under their names, so
     ZeRO, checkpoints and exports see no difference. Embeddings, norms and the output projection
     are left alone: the output projection decides the loss.
@@ -164,7 +165,9 @@ def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
             f"precision.compute=fp8 needs the package torchao ({error})",
             hint=f"{install_command('torchao')}, or precision=bf16",
         ) from None
-    config = Float8LinearConfig(emulate=is_emulated(precision))
+    assert isinstance(precision, Fp8Config)
+    recipe = Float8LinearConfig.from_recipe_name(precision.fp8_scales.value)
+    config = replace(recipe, emulate=is_emulated(precision))
     layers = blocks(model)
     for layer in layers:
         convert_to_float8_training(layer, config=config)
