@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from trainctl.hardware import resolve_hardware
 from trainctl.plans.types import RunPlan
 from trainctl.rules.kernel_choice import with_kernels
 from trainctl.rules.resolve import resolve
+from trainctl.tuning.value_explanation import explain_known
 
 GPUS = ("recipe=1b-zero1", "hardware=h100-80g", "hardware.devices_per_node=8")
 LIGER = (True, "liger_fused", "none")
@@ -103,3 +105,14 @@ def test_a_launch_looks_for_liger_in_its_own_environment(monkeypatch: pytest.Mon
 
 def test_what_was_written_before_the_choice_is_plain() -> None:
     assert not KernelsConfig().is_compiled and KernelsConfig().has_all_logits
+
+
+def test_why_says_what_plain_kernels_would_cost() -> None:
+    composed = compose(GPUS)
+    plan = resolved(*GPUS)
+    told = explain_known("kernels.liger", composed, plan).reason
+    speed, memory = re.findall(r"kernels=plain: (\S+)% tokens/s, (\S+) GiB", told)[0]
+    assert -40 < int(speed) < -5 and float(memory) > 5
+    on_cpu = resolved("recipe=tiny")
+    told = explain_known("kernels.liger", compose(["recipe=tiny"]), on_cpu).reason
+    assert told == "the devices are CPUs"
