@@ -17,7 +17,7 @@ from trainctl.tuning.speed import step_time
 RECIPES = {info.name: info for info in list_recipes()}
 PROMISED = (
     "tiny 125m 1b-zero1 7b-zero2 7b-zero3 7b-zero3-offload 7b-zero3-nvme 13b-zero3 "
-    "70b-zero3-nodes 70b-3d 8b-long-context "
+    "70b-zero3-nodes 70b-3d 8b-long-context 8b-fp8 "
     "sft-tiny sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g sft-70b-qlora-1x80g "
     "multi-token-tiny process-reward-tiny "
     "reward-tiny reward-8b-8x80g classify-tiny classify-0.6b-1x24g "
@@ -36,6 +36,7 @@ DEVICES = {
     "70b-zero3-nodes": 64,
     "70b-3d": 64,
     "8b-long-context": 8,
+    "8b-fp8": 8,
     "dpo-8b-lora": 1,
     "multi-token-tiny": 2,
     "process-reward-tiny": 2,

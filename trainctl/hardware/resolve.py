@@ -74,11 +74,7 @@ def resolve_hardware(
         one = _short_name(found[0]) if found else "cpu"
     prefix = f"{config.nodes}x{devices}x" if config.nodes > 1 else f"{devices}x"
     read_off = not declared and bool(found)
-    # With different cards, the rates of one would be wrong for another.
-    alike = read_off and len({device.name for device in found}) == 1
-    known = known_rates(found[0].name) if alike else {}
-    declared_rates = {key: getattr(config, key) for key in RATES}
-    rates = known | {key: rate for key, rate in declared_rates.items() if rate is not None}
+    rates = _rates(config, found if read_off else ())
     calibration = read_calibration(one) if calibrated and is_here else None
     return Hardware(
         name=prefix + one,
@@ -99,6 +95,15 @@ def resolve_hardware(
         detected=not declared,
         **_calibrated_fields(calibration, config.nodes * devices),
     )
+
+
+def _rates(config: HardwareConfig, found: tuple[Device, ...]) -> dict[str, Any]:
+    """Return the declared rates, and the known ones of devices that were found here."""
+    # With different cards, the rates of one would be wrong for another.
+    alike = len({device.name for device in found}) == 1
+    known = known_rates(found[0].name) if alike else {}
+    declared = {key: getattr(config, key) for key in RATES}
+    return known | {key: rate for key, rate in declared.items() if rate is not None}
 
 
 def _calibrated_fields(calibration: Calibration | None, world_size: int) -> dict[str, Any]:

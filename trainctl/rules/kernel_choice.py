@@ -23,6 +23,7 @@ from trainctl.options.engine import engine_of
 from trainctl.options.model import architecture
 from trainctl.options.objective import objective_of
 from trainctl.options.precision import precision_of
+from trainctl.plans.settings import document_reasons
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.registry import PLAN_RULES
 
@@ -58,18 +59,20 @@ def with_kernels(config: RunConfig, hardware: Hardware) -> RunConfig:
     batch.
     """
     nothing = {"mesh": None, "batch": None, "batches": None, "total_steps": None}
-    return choose_kernels(Draft(config=config, hardware=hardware, **nothing))[0]
+    return choose_kernels(Draft(config=config, hardware=hardware, **nothing))[0].config
 
 
-def choose_kernels(draft: Draft) -> tuple[RunConfig, tuple[DerivedValue, ...]]:
-    """Return the configuration with the kernels that it leaves open, and the reasons.
+def choose_kernels(draft: Draft) -> tuple[Draft, tuple[DerivedValue, ...]]:
+    """Return the draft with the kernels that its configuration leaves open, and the reasons, that
+    of attention to masked documents among them.
 
     A choice is possible if no rule says more of it than of the plain kernels.
     """
     config, kernels = draft.config, draft.config.kernels
     open_keys = [key for key in KEYS if getattr(kernels, key) is None]
+    attention = tuple(document_reasons(config, draft.hardware))
     if not open_keys:
-        return config, ()
+        return draft, attention
     plain = _filled(kernels, _PLAIN)
     refused: dict[str, str] = {}
     for choice in _choices(config):
@@ -90,7 +93,8 @@ def choose_kernels(draft: Draft) -> tuple[RunConfig, tuple[DerivedValue, ...]]:
         derived(f"kernels.{key}", to_plain(getattr(filled, key)), *_named(why[key]), why=why[key])
         for key in open_keys
     )
-    return replace(config, kernels=filled), tuple(reasons) if config.trains_itself else ()
+    chosen = replace(draft, config=replace(config, kernels=filled))
+    return chosen, (*(reasons if config.trains_itself else ()), *attention)
 
 
 def _named(reason: str) -> tuple[str, ...]:
