@@ -67,11 +67,11 @@ def trainctl(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_dry_run_shows_everything_and_makes_nothing(
     tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["launch", "recipe=7b-zero3", "hardware=8xh100-80g", "--dry-run"]) == 0
+    assert run(["launch", "recipe=7b-zero3", "kernels=liger", "--dry-run"]) == 0
     text = capsys.readouterr().out
     for part in (
         "Plan of 7b-zero3",
-        "accumulation 32 x data 8",
+        "accumulation 64 x data 8",
         "of 79.65: fits",
         "trainctl.launchers.agent",
     ):

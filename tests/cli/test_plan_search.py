@@ -42,7 +42,7 @@ def test_the_best_few_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> 
     assert "tokens/s a device, MFU " in text
     assert " of 79.6 GiB a device" in text
     assert text.count("   time: compute ") == 3
-    assert text.count("   beside 1: +") == 2
+    assert text.count("   beside 1: ") == 2
     assert "billion tokens" not in text  # no price was given
     assert "to train" not in text  # no length
 

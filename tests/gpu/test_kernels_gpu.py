@@ -23,6 +23,7 @@ from trainctl.config.schema import (
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.train.models.kernels import apply_kernels
 from trainctl.train.models.recompute import wrap_blocks
+from trainctl.train.models.varlen import use_varlen
 from trainctl.train.objectives.loss import LanguageModel
 
 pytestmark = [
@@ -49,7 +50,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(tmp_path_factory.mktemp("plain"))
+    return losses(tmp_path_factory.mktemp("plain"), "kernels=plain")
 
 
 def losses(folder: Path, *choices: str) -> list[float]:
@@ -63,6 +64,7 @@ def losses(folder: Path, *choices: str) -> list[float]:
     [
         ("kernels=chunked-loss", "kernels.chunk_tokens=256"),
         ("kernels=compiled",),
+        ("kernels=compiled", "activation_checkpointing=selective"),
         ("kernels=compiled", "zero_stage=3", "activation_checkpointing=full"),
         ("kernels=deepcompile", "zero_stage=3"),
         pytest.param(("kernels=liger",), marks=needs_liger),
@@ -120,6 +122,32 @@ def test_flash_attention_keeps_to_the_documents_of_every_sample(family: str) -> 
         across = model(input_ids=ids.to(device), use_cache=False).logits
     difference = (found - expected).abs().max()
     assert difference < 0.1 * (across - expected).abs().max()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_torchs_varlen_keeps_to_the_documents_of_every_sample(family: str, compiled: bool) -> None:
+    """With the documents' bounds, and with those of empty ones behind them."""
+    ids = torch.randint(0, 64, (2, 64))
+    positions = torch.stack([torch.cat([torch.arange(24), torch.arange(40)]), torch.arange(64)])
+    batch = MicroBatch(ids, ids, positions, positions, torch.arange(2), is_masked=True)
+    device = torch.device("cuda")
+    model = built(family).to(device, torch.bfloat16)
+
+    def logits_and_gradient(flash: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad()
+        inputs = batch.model_inputs(device, flash_attention=flash, compiled=compiled)
+        logits = model(**inputs).logits
+        logits.float().square().mean().backward()
+        return logits.detach(), model.get_input_embeddings().weight.grad.clone()
+
+    expected, wanted = logits_and_gradient(False)
+    across = model(input_ids=ids.to(device), use_cache=False).logits.detach()
+    if not use_varlen(model):
+        pytest.skip("this torch has no such kernel")
+    found, gradient = logits_and_gradient(True)
+    assert (found - expected).abs().max() < 0.1 * (across - expected).abs().max()
+    assert (gradient - wanted).norm() < 0.05 * wanted.norm()
 
 
 def kept_bytes_and_gradient(

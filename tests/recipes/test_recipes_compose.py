@@ -7,13 +7,17 @@ from whole_recipes import WHOLE
 
 from trainctl.config.catalog import leading_comment, list_recipes
 from trainctl.config.compose import compose
-from trainctl.config.schema import DataType, RunConfig
+from trainctl.config.schema import Accelerator, DataType, RunConfig
 from trainctl.config.yaml_files import read_document
+from trainctl.hardware import resolve_hardware
+from trainctl.tuning.assess import assess
+from trainctl.tuning.search import search
+from trainctl.tuning.speed import step_time
 
 RECIPES = {info.name: info for info in list_recipes()}
 PROMISED = (
     "tiny 125m 1b-zero1 7b-zero2 7b-zero3 7b-zero3-offload 7b-zero3-nvme 13b-zero3 "
-    "70b-zero3-nodes 70b-3d 8b-long-context "
+    "70b-zero3-nodes 70b-3d 8b-long-context 8b-fp8 "
     "sft-tiny sft-8b-lora-1x24g sft-8b-full-8x80g sft-70b-lora-8x80g sft-70b-qlora-1x80g "
     "multi-token-tiny process-reward-tiny "
     "reward-tiny reward-8b-8x80g classify-tiny classify-0.6b-1x24g "
@@ -32,6 +36,7 @@ DEVICES = {
     "70b-zero3-nodes": 64,
     "70b-3d": 64,
     "8b-long-context": 8,
+    "8b-fp8": 8,
     "dpo-8b-lora": 1,
     "multi-token-tiny": 2,
     "process-reward-tiny": 2,
@@ -149,6 +154,26 @@ def test_a_recipe_shrinks_to_a_laptop(name: str) -> None:
     assert config.hardware.devices_per_node == 2
     assert data_parallel_size(config) == 2
     assert config.precision.compute == DataType.fp32
+
+
+LAYOUT = frozenset(["parallelism", "zero_stage.stage", "offload"])
+"""What a recipe is a recipe of; the search chooses the rest."""
+
+ON_GPUS = [name for name in WHOLE if recipe_of(name).hardware.accelerator is not Accelerator.cpu]
+
+UNSEARCHED = ("sft-70b-qlora-1x80g",)
+"""Recipes that the search takes for too large: it counts weights of 4 bits as 16."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ON_GPUS if name not in UNSEARCHED])
+def test_a_recipe_is_as_fast_as_its_layout_allows(name: str) -> None:
+    config = recipe_of(name)
+    hardware = resolve_hardware(config.hardware)
+    own, best = assess(config, hardware), search(config, hardware, fixed=LAYOUT, top=1).found[0]
+    assert own.plan is not None and own.fits
+    speed = own.plan.batch.tokens_per_step / step_time(own.plan).seconds
+    assert speed >= 0.97 * best.tokens_per_second, best.overrides
 
 
 def test_the_demo_is_what_the_readme_says() -> None:

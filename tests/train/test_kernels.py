@@ -45,12 +45,16 @@ def loss_and_gradients(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_compiled_blocks_give_the_same_gradients_in_one_graph_for_all(family, counters):
-    """Every other block is recomputed: it is compiled inside its checkpoint."""
+@pytest.mark.parametrize(
+    ("family", "mode"), [("llama", "full"), ("gpt2", "full"), ("llama", "selective")]
+)
+def test_compiled_blocks_give_the_same_gradients_in_one_graph_for_all(family, mode, counters):
+    """Every other block is recomputed: it is compiled inside its checkpoint, or with one that keeps
+    products.
+    """
     plain = built(family)
     model = copy.deepcopy(plain)
-    recompute = new_section("activation_checkpointing", "full", every_kth_block=2)
+    recompute = new_section("activation_checkpointing", mode, every_kth_block=2)
     wrap_blocks(model, recompute)
     apply_kernels(model, COMPILED)
     assert_same(loss_and_gradients(plain), loss_and_gradients(model), tolerance=1e-5)
@@ -77,6 +81,34 @@ def test_curves_agree_with_compiled_blocks(tmp_path):
     assert list(plain) == list(range(1, 5))
     for step, (loss, norm) in plain.items():
         assert compiled[step] == pytest.approx((loss, norm), rel=1e-5), step
+
+
+@pytest.mark.slow
+def test_a_compiled_block_keeps_its_products_and_no_more():
+    """More than its input, which `full` keeps, and less than everything."""
+    torch._dynamo.reset()
+    kept = {}
+    for mode in ("full", "selective", "none"):
+        model = built("llama")
+        wrap_blocks(model, new_section("activation_checkpointing", mode))
+        apply_kernels(model, COMPILED)
+        kept[mode] = kept_bytes(model)
+    assert kept["full"] < 0.5 * kept["selective"] < kept["selective"] < 0.9 * kept["none"]
+
+
+def kept_bytes(model):
+    """Bytes of all tensors that a forward pass leaves for the backward pass."""
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids).loss.backward()
+    return sum(sizes.values())
 
 
 def test_without_kernels_the_model_is_left_alone():

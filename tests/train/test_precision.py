@@ -17,10 +17,17 @@ from rank_processes import (
 from safetensors import safe_open
 
 from trainctl.config.registry import new_section
-from trainctl.config.schema import Accelerator, DataType, PrecisionConfig
+from trainctl.config.schema import (
+    Accelerator,
+    CompileKind,
+    DataType,
+    KernelsConfig,
+    PrecisionConfig,
+)
 from trainctl.engines.deepspeed.engine import DeepSpeedLossScale, stop_at_smallest
 from trainctl.errors import TrainctlError
 from trainctl.hardware import Hardware
+from trainctl.options.precision.fp8 import Fp8Scales
 from trainctl.plans.schedule import Curve
 from trainctl.rules.resolve import resolve
 from trainctl.runs.checkpoints import list_checkpoints
@@ -95,6 +102,7 @@ def test_formats_differ_where_they_should(tmp_path):
         "autocast": PrecisionConfig(autocast=True),
         "autocast-wire": PrecisionConfig(autocast=True, communication=BF16),
         "fp8": new_section("precision", "fp8", emulate_fp8=True),
+        "rows": new_section("precision", "fp8", emulate_fp8=True, fp8_scales=Fp8Scales.rowwise),
     }
     runs = {name: RunPaths(tmp_path / name) for name in precisions}
     train_cases(
@@ -118,6 +126,7 @@ def fp16_plan(stage, *, tokens=128, layers=3, **precision):
     made = config(new_section("precision", "fp16", **precision), stage, steps=12)
     made.training.sequence_length, made.model.num_layers = tokens, layers
     made.optimizer.lr = 1e-3
+    made.kernels = KernelsConfig(liger=False, compile=CompileKind.none)
     gpus = Hardware(name="gpu", accelerator=Accelerator.cuda, nodes=1, devices_per_node=2)
     plan = resolve(made, gpus).plan
     assert plan is not None

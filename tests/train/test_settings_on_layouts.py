@@ -15,6 +15,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import (
     Accelerator,
     AdaptiveClipping,
+    CompileKind,
     DataType,
     OffloadDevice,
 )
@@ -192,6 +193,7 @@ def fp16_case(run, **layout):
     precision = {"precision__compute": "fp16", "precision__initial_scale_power": 18}
     config = clipped(steps=6, **precision, **layout)
     config.optimizer.layer_lr_decay = 0.7
+    config.kernels.liger, config.kernels.compile = False, CompileKind.none
     ranks = config.parallelism.tensor * config.parallelism.pipeline
     gpus = Hardware(name="gpu", accelerator=Accelerator.cuda, nodes=1, devices_per_node=ranks)
     plan = resolve(config, gpus).plan

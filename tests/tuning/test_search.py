@@ -11,6 +11,7 @@ from throughput_rows import config_of, hardware_of
 
 from trainctl.config.registry import list_kinds, new_section
 from trainctl.config.schema import (
+    CompileKind,
     CrossEntropyKind,
     OffloadDevice,
     RunConfig,
@@ -361,6 +362,7 @@ def test_a_faster_variant_is_compared_by_token_and_not_by_step() -> None:
     values |= {"model.intermediate_size": 14336, "model.num_layers": 32}
     values |= {"model.num_attention_heads": 32, "zero_stage.stage": 3}
     values |= {"training.global_batch_size": None, "training.global_batch_tokens": 4_000_000}
+    values |= {"kernels.liger": False, "kernels.compile": CompileKind.none}
     fixed = frozenset(["zero_stage.stage"])
     (found,) = search(config_of(values), hardware_of("h100-80g", 1, 8), top=1, fixed=fixed).found
     assert found.rejected is not None

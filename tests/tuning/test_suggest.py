@@ -205,6 +205,7 @@ def test_a_sequence_that_does_not_fit_is_told_of_tiles() -> None:
     config.training.micro_batch_size = config.training.gradient_accumulation_steps = 1
     config.parallelism.sequence = 8
     config.kernels.cross_entropy = CrossEntropyKind.chunked
+    config.kernels.liger = False
     config.activation_checkpointing = new_section(
         "activation_checkpointing", "full", offload_to_cpu=True
     )

@@ -107,6 +107,7 @@ class MicroBatch:
         *,
         part: SequencePart = SequencePart(),
         flash_attention: bool = False,
+        compiled: bool = False,
     ) -> dict[str, Any]:
         """Return the keyword arguments of a transformers model's forward pass.
 
@@ -118,13 +119,14 @@ class MicroBatch:
             part: The part of every sequence that the model gets.
             flash_attention: Whether the model's attention is FlashAttention, which sees the whole
                 sequence.
+            compiled: Whether the model is compiled, for each shape anew.
         """
         here = self.part(part)
         inputs: dict[str, Any] = {"input_ids": here.input_ids.to(device, non_blocking=True)}
         if self.is_masked or here is not self:
             inputs["position_ids"] = here.position_ids.to(device, non_blocking=True)
         if self.is_masked and flash_attention:
-            inputs |= document_lengths(self.position_ids, device)
+            inputs |= document_lengths(self.position_ids, device, rounded=compiled)
         return {**inputs, "use_cache": False}
 
     def objective_inputs(self, device: torch.device) -> dict[str, Any]:
@@ -155,7 +157,9 @@ class MicroBatch:
         return int(self.has_labels.sum()) if self.counts_records else self.num_labels
 
 
-def document_lengths(positions: torch.Tensor, device: torch.device) -> dict[str, Any]:
+def document_lengths(
+    positions: torch.Tensor, device: torch.device, *, rounded: bool = False
+) -> dict[str, Any]:
     """Return the document boundaries as keyword arguments of a model that uses FlashAttention.
 
     transformers finds them itself only in a batch of one sample; in a larger batch it lets
@@ -164,10 +168,16 @@ def document_lengths(positions: torch.Tensor, device: torch.device) -> dict[str,
 
     Args:
         positions: Position of each token in its document, (samples, length).
+        rounded: Whether the number of documents, by empty ones, and the longest length are rounded
+            up to powers of two: the batches of a run then have few shapes.
     """
     begins = (positions.flatten() == 0).nonzero().flatten()
     bounds = F.pad(begins, (0, 1), value=positions.numel()).int()
     longest = int(bounds.diff().max())
+    if rounded:
+        empty = _next_power_of_two(len(begins)) - len(begins)
+        bounds = F.pad(bounds, (0, empty), value=positions.numel())
+        longest = _next_power_of_two(longest)
     bounds = bounds.to(device, non_blocking=True)
     return {
         "cu_seq_lens_q": bounds,
@@ -175,6 +185,10 @@ def document_lengths(positions: torch.Tensor, device: torch.device) -> dict[str,
         "max_length_q": longest,
         "max_length_k": longest,
     }
+
+
+def _next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 class StepSums:

@@ -47,6 +47,10 @@ class Hardware:
     """Share of the peak rates that a fused attention kernel reaches."""
     supports_bf16: bool = True
     supports_fp8: bool = False
+    has_liger: bool | None = None
+    """Whether liger-kernel is installed in this environment; None if the ranks are to run in
+    another one, where it is assumed to be.
+    """
     detected: bool = False
     """Whether the facts were detected on this machine."""
     runtime_bytes: int | None = None

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.config.extras import extra_of, install_command, package_version
+from trainctl.config.keys import as_written
 from trainctl.config.registry import kind_key, kind_of, load_spec, unit_groups
 from trainctl.config.schema import (
     Accelerator,
     AttentionKind,
-    CompileKind,
     CrossEntropyKind,
     RunConfig,
 )
@@ -280,12 +280,12 @@ def _missing_packages(config: RunConfig, hardware: Hardware) -> Iterator[tuple[s
     if config.model.attention is flash and find_spec("flash_attn") is None:
         hint = "model.attention=sdpa, which has torch's own FlashAttention, or install flash-attn"
         yield "model.attention", flash.value, "the package flash-attn", hint
-    if kernels.compile is CompileKind.none:
+    if not kernels.is_compiled:
         return
     if hardware.accelerator is Accelerator.cpu:
         if not any(map(shutil.which, (os.environ.get("CXX") or "g++", *COMPILERS))):
             hint = "kernels.compile=none, or install g++"
-            yield "kernels.compile", kernels.compile.value, "a C++ compiler", hint
+            yield "kernels.compile", as_written(kernels.compile), "a C++ compiler", hint
     elif find_spec("triton") is None:
         hint = "kernels.compile=none, or a torch that brings triton"
-        yield "kernels.compile", kernels.compile.value, "the package triton", hint
+        yield "kernels.compile", as_written(kernels.compile), "the package triton", hint

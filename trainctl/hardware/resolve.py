@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ def falls_short(found: int, planned: int) -> bool:
     return found < planned * (1 - MEMORY_TOLERANCE)
 
 
-def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hardware:
+def resolve_hardware(
+    config: HardwareConfig, *, calibrated: bool = True, launches: bool = False
+) -> Hardware:
     """Return the hardware of a plan: declared facts, and detected ones where nothing is declared.
 
     Facts of declared devices that are not in this machine stay unknown unless declared. A declared
@@ -42,6 +45,7 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
 
     Args:
         calibrated: Whether to use measurements of this machine, if the devices are its own.
+        launches: Whether ranks are about to be started, in an environment like this one.
     """
     declared = config.accelerator is not Accelerator.auto
     on_cpu = config.accelerator is Accelerator.cpu
@@ -70,11 +74,7 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
         one = _short_name(found[0]) if found else "cpu"
     prefix = f"{config.nodes}x{devices}x" if config.nodes > 1 else f"{devices}x"
     read_off = not declared and bool(found)
-    # With different cards, the rates of one would be wrong for another.
-    alike = read_off and len({device.name for device in found}) == 1
-    known = known_rates(found[0].name) if alike else {}
-    declared_rates = {key: getattr(config, key) for key in RATES}
-    rates = known | {key: rate for key, rate in declared_rates.items() if rate is not None}
+    rates = _rates(config, found if read_off else ())
     calibration = read_calibration(one) if calibrated and is_here else None
     return Hardware(
         name=prefix + one,
@@ -91,9 +91,19 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
         supports_fp8=(
             all(device.supports_fp8 for device in found) if read_off else config.supports_fp8
         ),
+        has_liger=find_spec("liger_kernel") is not None if is_here or launches else None,
         detected=not declared,
         **_calibrated_fields(calibration, config.nodes * devices),
     )
+
+
+def _rates(config: HardwareConfig, found: tuple[Device, ...]) -> dict[str, Any]:
+    """Return the declared rates, and the known ones of devices that were found here."""
+    # With different cards, the rates of one would be wrong for another.
+    alike = len({device.name for device in found}) == 1
+    known = known_rates(found[0].name) if alike else {}
+    declared = {key: getattr(config, key) for key in RATES}
+    return known | {key: rate for key, rate in declared.items() if rate is not None}
 
 
 def _calibrated_fields(calibration: Calibration | None, world_size: int) -> dict[str, Any]:

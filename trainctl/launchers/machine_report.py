@@ -13,6 +13,7 @@ from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
 from trainctl.hardware.health import CheckResult, examine_machine
 from trainctl.launchers.planning import can_launch, compose_config, name_sources, plan_config
+from trainctl.rules.kernel_choice import with_kernels
 from trainctl.runs.directory import DEFAULT_ROOT
 
 
@@ -35,15 +36,16 @@ class MachineReport:
 
 def examine(composed: ComposedConfig) -> MachineReport:
     """Check this machine for a configuration: packages, compilers, limits, devices."""
-    hardware = resolve_hardware(composed.config.hardware)
-    checks = (*examine_machine(composed.config, hardware), *check_definitions(composed.config))
+    hardware = resolve_hardware(composed.config.hardware, launches=True)
+    config = with_kernels(composed.config, hardware)
+    checks = (*examine_machine(config, hardware), *check_definitions(config))
     return MachineReport(
         hardware=hardware,
         checks=tuple(
             replace(check, findings=tuple(name_sources(composed, check.findings)))
             for check in checks
         ),
-        uses=tuple(list_uses(composed.config)),
+        uses=tuple(list_uses(config)),
         notes=composed.findings,
     )
 

@@ -173,7 +173,9 @@ def plan_config(
         missing += check_templates(composed.config)
     is_there = not any(finding.is_error for finding in missing)
     composed = count_epoch(composed, tokenize=tokenize and is_there)
-    hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated)
+    hardware = resolve_hardware(
+        composed.config.hardware, calibrated=calibrated, launches=with_files
+    )
     if unread:
         wrong = (*resolve(composed.config, hardware).findings, *unread)
         assessment = Assessment(plan=None, budget=None, findings=wrong)

@@ -264,7 +264,7 @@ def stage_activations(
         element=element,
         tensor=plan.mesh.tensor,
         autocast=autocast,
-        liger=plan.config.kernels.liger,
+        liger=bool(plan.config.kernels.liger),
     )
     whole = traced or closed()
     kinds = [(whole, blocks)]

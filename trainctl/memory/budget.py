@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from trainctl.config.registry import function_of
-from trainctl.config.schema import Accelerator, AttentionKind, CompileKind
+from trainctl.config.schema import Accelerator, AttentionKind
 from trainctl.memory import constants
 from trainctl.memory.activations import (
     block_activations,
@@ -293,7 +293,7 @@ def _trained_stages(
         sequence_length=plan.batch.sequence_length,
         element=compute_bytes(plan),
         autocast=engine.autocast,
-        liger=plan.config.kernels.liger,
+        liger=bool(plan.config.kernels.liger),
     )
     block = scale_traced_block(traced.block, whole=closed(), part=closed(tensor=tensor))
     return fold(tuple(replace(stage, traced=block) for stage in held))
@@ -315,7 +315,7 @@ def _budget_notes(plan: RunPlan, traced: TracedModel | None) -> list[str]:
         notes.append(
             f"{compute.name} is counted as {as_}: its savings are in compute, not in states."
         )
-    if config.kernels.compile is not CompileKind.none:
+    if config.kernels.is_compiled:
         notes.append("Compiled blocks are counted as transformers' own code: they keep less.")
     if plan.mesh.expert > 1:
         notes.append(

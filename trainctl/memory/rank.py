@@ -255,7 +255,7 @@ def loss_tokens(plan: LayoutPlan) -> int:
     """Return the number of tokens whose logits exist at once."""
     tokens, model = tokens_per_rank(plan), plan.config.model
     match plan.config.kernels.cross_entropy:
-        case CrossEntropyKind.plain:
+        case CrossEntropyKind.plain | None:
             return tokens
         case CrossEntropyKind.chunked:
             return min(tokens, plan.config.kernels.chunk_tokens)

@@ -140,7 +140,7 @@ def _prefill_bytes(rank: RankMemory, section: GrpoConfig) -> int:
         element=compute_bytes(plan),
         tensor=plan.mesh.tensor,
         autocast=rank.engine.autocast,
-        liger=plan.config.kernels.liger,
+        liger=bool(plan.config.kernels.liger),
     )
     inside = max(block.feed_forward, block.attention + block.scores)
     return prefill_tokens(plan, section) * (inside + 2 * block.boundary)

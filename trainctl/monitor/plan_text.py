@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainctl.config.codec import flatten
+from trainctl.config.keys import as_written
 from trainctl.config.quantities import count_text, gib_text
 from trainctl.config.schema import (
     BeginDocuments,
@@ -130,9 +131,19 @@ def layout_words(plan: RunPlan) -> str:
             *away,
             f"micro batch {batch.micro_batch_size} x {batch.gradient_accumulation_steps}",
             f"recompute {config.activation_checkpointing.mode}",
-            f"cross entropy {config.kernels.cross_entropy.value}",
+            *_kernel_words(config),
         ]
     )
+
+
+def _kernel_words(config: RunConfig) -> Iterator[str]:
+    """Yield what fuses the blocks' operations, if anything does, and the loss."""
+    kernels = config.kernels
+    if kernels.liger:
+        yield "liger"
+    if kernels.is_compiled:
+        yield f"compiled {as_written(kernels.compile)}"
+    yield f"cross entropy {as_written(kernels.cross_entropy)}"
 
 
 def _zero_words(config: RunConfig) -> str:

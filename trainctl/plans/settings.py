@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from trainctl.config.derived import DerivedValue, derived
 from trainctl.config.schema import (
+    Accelerator,
     AttentionKind,
     CompileKind,
     DataType,
@@ -16,8 +17,10 @@ from trainctl.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
+from trainctl.hardware import Hardware
 from trainctl.options.activation_checkpointing import Recomputing, recomputing_section
 from trainctl.options.precision import precision_of
+from trainctl.plans.shapes import anatomy, head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +156,50 @@ def gradient_conflict(config: RunConfig) -> tuple[str, str] | None:
             "the compiled graph reduces the gradients in buffers of its own",
         )
     return None
+
+
+WIDEST_HEAD = 256
+"""Largest head width of torch's flash kernels."""
+
+
+def reads_document_bounds(config: RunConfig, hardware: Hardware) -> bool:
+    """Return True if masked documents reach attention as bounds, not as a mask of all pairs of
+    tokens: by torch's `varlen_attn`, as by FlashAttention's package.
+
+    A rank whose torch lacks the kernel, or whose model has dropout in attention, makes the mask.
+    """
+    model, read, flash = config.model, anatomy(config.model), AttentionKind.flash_attention_2
+    is_apart = read is None or (
+        flash.value in read.attentions and flash.value not in read.joined_attentions
+    )
+    width = head_dim(model)
+    return (
+        config.trains_itself
+        and config.data.mask_documents
+        and model.attention is AttentionKind.sdpa
+        and model.factory is None
+        and is_apart
+        and width <= WIDEST_HEAD
+        and width % 8 == 0
+        and hardware.accelerator is Accelerator.cuda
+        and hardware.supports_bf16
+        and number_formats(config.precision).weights is not DataType.fp32
+        and config.parallelism.sequence_parts == 1
+    )
+
+
+def document_reasons(config: RunConfig, hardware: Hardware) -> Iterator[DerivedValue]:
+    """Yield how attention on a GPU keeps masked documents apart, if the section says sdpa."""
+    is_asked = config.trains_itself and config.data.mask_documents
+    on_gpu = hardware.accelerator is not Accelerator.cpu
+    if is_asked and on_gpu and config.model.attention is AttentionKind.sdpa:
+        if reads_document_bounds(config, hardware):
+            how, why = "bounds", "read by torch's varlen_attn, a flash kernel"
+        else:
+            how, why = "mask", "of all pairs of tokens, which no flash kernel takes"
+        sources = ("data.mask_documents", "model.attention")
+        why = f"{' with '.join(sources)}=sdpa: {why}"
+        yield derived("document_attention", how, *sources, why=why)
 
 
 def uses_ring(config: RunConfig) -> bool:

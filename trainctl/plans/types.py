@@ -136,7 +136,9 @@ class LayoutPlan:
     """Part of a plan that determines device memory and step time."""
 
     config: RunConfig
-    """Configuration as composed; derived values are not written back into it."""
+    """Configuration as composed, with the kernels that it leaves open. Other derived values are
+    not written back into it.
+    """
     hardware: Hardware
     """Machines and devices, declared or detected."""
     mesh: Mesh

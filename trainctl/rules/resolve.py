@@ -32,6 +32,7 @@ from trainctl.plans.settings import expert_reasons, number_formats, recomputed_b
 from trainctl.plans.trainable import parameter_count_reasons as trainable_reasons
 from trainctl.plans.types import RunPlan
 from trainctl.rules.deepspeed.case import Case
+from trainctl.rules.kernel_choice import choose_kernels
 from trainctl.rules.passed_keys import PlanNames, keys_overlap, plan_json_case
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.registry import check_case, check_draft
@@ -50,8 +51,8 @@ class Resolution:
 def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     """Derive everything that the config leaves open, and check it.
 
-    An impossible derivation gives ``None`` and is reported by the rules. Derivations and rules that
-    do not depend on it still run, so that all problems are reported together. Reads no files.
+    An impossible derivation gives ``None``, which the rules report. The others still run, so that
+    all problems are reported together. Reads no files.
 
     Raises:
         TrainctlError: A callback is not installed here, or its folder is not trusted.
@@ -61,7 +62,6 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     batch, batch_reasons = derive_batch(config.training, mesh.data) if mesh else (None, ())
     batches, ramp_reasons = derive_ramp(config.training, batch)
     total_steps, total_reasons = derive_total_steps(config.training, batches, config.objective)
-
     draft = Draft(
         config=config,
         hardware=hardware,
@@ -70,6 +70,8 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
         batches=batches,
         total_steps=total_steps,
     )
+    draft, kernel_reasons = choose_kernels(draft)
+    config = draft.config
     findings = check_draft(draft)
     if any(finding.is_error for finding in findings):
         return Resolution(plan=None, findings=findings)
@@ -88,7 +90,6 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     stop_step, stop_reasons = derive_stop_step(config.training, total_steps)
     warmup_steps, warmup_reasons = derive_warmup_steps(config.schedule, total_steps, batches)
     stage_blocks, stage_reasons = derive_stages(config)
-
     plan = RunPlan(
         config=config,
         hardware=hardware,
@@ -113,6 +114,7 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
             *derive_shape(config.schedule, total_steps, warmup_steps, batches),
             *derive_stable_steps(config.schedule, total_steps, warmup_steps, batches),
             *recomputed_blocks(config),
+            *kernel_reasons,
             *stage_reasons,
             *_format_reasons(config),
             *gather_reasons(config),

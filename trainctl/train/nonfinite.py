@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from trainctl.config.schema import CompileKind
 from trainctl.engines.micro_batch import MicroBatch
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import inference
@@ -99,7 +98,7 @@ def _bad_weights(session: Session) -> list[str]:
 
 def _find_bad_module(session: Session, batches: Sequence[MicroBatch]) -> NotFinite | None:
     """Repeat the forward pass; return the first frozen weight or output that is not finite."""
-    if session.plan.config.kernels.compile is not CompileKind.none:
+    if session.plan.config.kernels.is_compiled:
         return None  # compiled modules call no hooks
     engine = session.engine
     calls = 0

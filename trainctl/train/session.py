@@ -25,7 +25,7 @@ from trainctl.options.precision import precision_of
 from trainctl.plans.identity import check_trainable, model_description
 from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.plans.mup import multipliers
-from trainctl.plans.settings import number_formats
+from trainctl.plans.settings import number_formats, reads_document_bounds
 from trainctl.plans.trainable import is_partial
 from trainctl.plans.types import RunPlan
 from trainctl.runs.checkpoints import manifest_run_id
@@ -48,13 +48,13 @@ from trainctl.train.models.kernels import apply_kernels
 from trainctl.train.models.model import (
     TORCH_TYPES,
     blocks,
-    has_flash_attention,
     materialise,
     require_all_to_train,
     skeleton,
     whole_pieces,
 )
 from trainctl.train.models.recompute import wrap_blocks
+from trainctl.train.models.varlen import has_flash_attention, use_varlen
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import loss_of
 from trainctl.train.objectives.distillation import attach_teacher, sides_of
@@ -256,7 +256,7 @@ def _make_model_part(
     checkpoint: CheckpointReader | None,
 ) -> _ModelPart:
     config, device = plan.config, process.device
-    model = skeleton(config.model, TORCH_TYPES[number_formats(config.precision).weights])
+    model = plan_skeleton(plan)
     require_all_to_train(model)
     routers = Routers(model, config)
     tensor_group = mesh.tensor.group if mesh.tensor.size > 1 else None
@@ -273,6 +273,15 @@ def _make_model_part(
     pieces = materialise(model, source, device, pieces, make, buffers)
     apply_kernels(model, config.kernels)
     return _ModelPart(model, pieces, buffers, routers, shapes, frozen, entries, wrapped)
+
+
+def plan_skeleton(plan: RunPlan) -> PreTrainedModel:
+    """Return the module tree of a plan's model, whose attention reads what the plan says."""
+    config = plan.config
+    model = skeleton(config.model, TORCH_TYPES[number_formats(config.precision).weights])
+    if reads_document_bounds(config, plan.hardware):
+        use_varlen(model)
+    return model
 
 
 def shard_skeleton(model: PreTrainedModel, plan: RunPlan, mesh: ProcessMesh) -> Pieces:

@@ -253,8 +253,7 @@ def _less_recomputation(config: RunConfig) -> list[KeyChange]:
 
 def _loss_in_chunks(config: RunConfig) -> list[KeyChange]:
     kernels = config.kernels
-    is_plain = kernels.cross_entropy is CrossEntropyKind.plain
-    if not is_plain or config.parallelism.pipeline > 1 or not config.trains_itself:
+    if not kernels.has_all_logits or config.parallelism.pipeline > 1 or not config.trains_itself:
         return []
     if kernels.compile is CompileKind.deepcompile:
         return []

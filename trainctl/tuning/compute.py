@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from trainctl.config.schema import (
     AttentionKind,
-    CompileKind,
     CrossEntropyKind,
     ModelConfig,
     RunConfig,
@@ -136,7 +135,8 @@ def _host_seconds(config: RunConfig) -> tuple[float, float]:
     dense = KERNELS_OF_A_FUSED_BLOCK if _is_fused(config) else KERNELS_OF_A_BLOCK
     kernels = dense + sparse_share(model) * KERNELS_OF_EXPERTS
     each = KERNEL_START
-    if checkpointing_of(config.activation_checkpointing).keeps_products:
+    keeps = checkpointing_of(config.activation_checkpointing).keeps_products
+    if keeps and not config.kernels.is_compiled:
         each += DISPATCH if model.is_module else WATCHED_CALL
     is_hooked = config.zero_stage.stage == 3 and engine_of(config).takes_json
     hooks = _modules_of_a_block(model) * (BLOCK_HOOKS if gathers_blocks(config) else 1)
@@ -225,7 +225,7 @@ def head_time(config: RunConfig, speed: Rates, tokens: int, tensor: int) -> floa
     heads = 1 + (model.future_blocks or 0)
     logits = heads * tokens * (model.score_outputs or model.vocab_size / tensor)
     product = 2 * logits * model.hidden_size / speed.wide_products
-    passes = 3.0 if kind is CrossEntropyKind.plain else 4.0  # the loss recomputes its chunks
+    passes = 3.0 if config.kernels.has_all_logits else 4.0  # the loss recomputes its chunks
     per_logit = LOGIT_BYTES
     if kind is CrossEntropyKind.liger_fused:
         passes, per_logit = 3.0, FUSED_LOGIT_BYTES
@@ -280,7 +280,7 @@ def block_matrices(model: ModelConfig) -> tuple[float, float, float]:
 
 def _is_fused(config: RunConfig) -> bool:
     """Return True if the operations between matrix products are fused into few kernels."""
-    return config.kernels.liger or config.kernels.compile is not CompileKind.none
+    return bool(config.kernels.liger) or config.kernels.is_compiled
 
 
 def _average_products(model: ModelConfig) -> tuple[float, float, float]:

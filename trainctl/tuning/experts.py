@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import log, sqrt
 
-from trainctl.config.schema import CompileKind, ModelConfig, RunConfig
+from trainctl.config.schema import ModelConfig, RunConfig
 from trainctl.memory.constants import BYTES
 from trainctl.models.anatomy import Anatomy, Role
 from trainctl.options.precision import precision_of
@@ -99,7 +99,7 @@ def expert_time(
     streams = element * (tokens * load * moved + weights / expert) / tensor
     products = flops * tiled / (speed.products * GROUPED_SHARE) + streams / speed.memory
     elements = EXCHANGED_ELEMENTS if expert > 1 else ROUTED_ELEMENTS
-    if config.kernels.compile is not CompileKind.none:
+    if config.kernels.is_compiled:
         elements = COMPILED_ELEMENTS
     rows = share * tokens * top * load / (tensor if expert > 1 else 1)
     return products, element * elements * rows * model.hidden_size / speed.memory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, floor, inf
 from typing import Any
 
@@ -26,7 +26,7 @@ from trainctl.plans.types import RunPlan
 from trainctl.tuning.assess import Assessment, assess
 from trainctl.tuning.rates import device_rates
 from trainctl.tuning.space import AXES, RESOLUTION, VARIANT_KEYS, Candidate, ShownLayout, Space
-from trainctl.tuning.speed import TIME_ERROR, StepTime, Values, overrides
+from trainctl.tuning.speed import TIME_ERROR, StepTime, Values, overrides, with_values
 
 MOST_BUDGETS = 2000
 """Budgets per kind of offload before it is given up; each takes about half a millisecond."""
@@ -276,7 +276,8 @@ def _try_candidates(
         if layout not in state.too_large and not _certainly_fits(smallest[layout], state):
             state.closed.add(layout)
         elif _certainly_fits(candidate, state):
-            result = assess(candidate.variant.sketch.config, hardware)
+            kernels = with_values(config, candidate.values).kernels  # with reasons for open ones
+            result = assess(replace(candidate.variant.sketch.config, kernels=kernels), hardware)
             errors = tuple(item for item in result.findings if item.is_error)
             if not errors:
                 state.found[layout] = _found_plan(candidate, result, state, config)

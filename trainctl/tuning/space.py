@@ -9,10 +9,12 @@ from itertools import product
 from math import floor, inf, log
 from typing import Any, NamedTuple
 
+from trainctl.config.keys import as_written
 from trainctl.config.schema import (
     Accelerator,
     CompileKind,
     CrossEntropyKind,
+    KernelsConfig,
     OffloadDevice,
     RunConfig,
 )
@@ -28,6 +30,7 @@ from trainctl.plans import shapes
 from trainctl.plans.derive import blocks_of_stages, divisors
 from trainctl.plans.trainable import is_partial
 from trainctl.plans.types import Mesh
+from trainctl.rules.kernel_choice import with_kernels
 from trainctl.rules.plan.draft import Draft
 from trainctl.rules.plan.experts import LIMITS as EXPERT_LIMITS
 from trainctl.rules.plan.layout import (
@@ -55,11 +58,16 @@ RESOLUTION = 0.01
 """Relative difference in time below which the simpler layout comes first."""
 
 
-VARIANT_KEYS = frozenset(
+BATCH_KEYS = frozenset(
     {
         "training.micro_batch_size",
         "training.gradient_accumulation_steps",
         "training.global_batch_size",
+    }
+)
+
+VARIANT_KEYS = BATCH_KEYS | frozenset(
+    {
         "activation_checkpointing.mode",
         "activation_checkpointing.offload_to_cpu",
         "activation_checkpointing.partition_across_tensor_ranks",
@@ -168,6 +176,8 @@ class Space:
         self.sequences = self._global_batch()
         self.exactly = config.training.global_batch_size is not None
         self.left_out = LeftOutLayouts()
+        self._kernels: dict[tuple[tuple[str, str], ...], KernelsConfig] = {}
+        self._sections: dict[str, Any] = {}
 
     def is_fixed(self, key: str) -> bool:
         """Return True if the user has set the key or its group."""
@@ -175,7 +185,6 @@ class Space:
 
     def candidates(self, offloads: list[Values]) -> Iterator[Candidate]:
         """Yield every variant that simple arithmetic allows, timed."""
-        sections: dict[str, Any] = {}
         for mesh, stage, offload in product(self._meshes(), self._stages(), offloads):
             layout = ShownLayout(mesh, stage, *self._offload_of(offload))
             fixed = {
@@ -199,10 +208,20 @@ class Space:
                     elif not self.is_fixed("training.gradient_accumulation_steps"):
                         # Derived from the batch.
                         values["training.gradient_accumulation_steps"] = None
-                    changed = with_values(self.base, values, sections)
+                    changed = self._with_kernels(values)
                     variant = time_variant(changed, self.hardware, blocks)
                     if variant is not None:
                         yield Candidate(values, layout, kept, variant)
+
+    def _with_kernels(self, values: Values) -> RunConfig:
+        """Return the configuration with the values, and with kernels that go with them. They depend
+        on no batch, so that few combinations are asked for.
+        """
+        config = with_values(self.base, values, self._sections)
+        key = tuple((name, as_written(values[name])) for name in values if name not in BATCH_KEYS)
+        if key not in self._kernels:
+            self._kernels[key] = with_kernels(config, self.hardware).kernels
+        return replace(config, kernels=self._kernels[key])
 
     @cached_property
     def offloads(self) -> list[list[Values]]:
@@ -305,7 +324,7 @@ class Space:
         """Return True if `EARLY_RULES` refuse values of a section on any layout."""
         axes = {f"parallelism.{name}": 1 for name in AXES}
         draft = Draft(
-            config=with_values(self.base, {**axes, **values}),
+            config=with_kernels(with_values(self.base, {**axes, **values}), self.hardware),
             hardware=self.hardware,
             mesh=None,
             batch=None,
@@ -419,9 +438,11 @@ class Space:
 
     def _losses(self, mesh: Mesh) -> list[tuple[int, Values]]:
         key = "kernels.cross_entropy"
-        if self.is_fixed(key) or self.config.kernels.cross_entropy is CrossEntropyKind.liger_fused:
+        own = self._with_kernels(self._axis_values(mesh)).kernels.cross_entropy
+        if self.is_fixed(key) or own is CrossEntropyKind.liger_fused:
             return [(0, {})]
-        plain = (1, {key: CrossEntropyKind.plain})
+        is_open = self.config.kernels.cross_entropy is None
+        plain: tuple[int, Values] = (1, {} if is_open else {key: CrossEntropyKind.plain})
         if mesh.pipeline > 1 or not self._may_chunk_loss:
             return [plain]
         return [(0, {key: CrossEntropyKind.chunked}), plain]
@@ -443,7 +464,7 @@ class Space:
         if shapes.undivided_units(model, tensor, repeats=self.config.trains_itself):
             return False
         heads, length = model.num_attention_heads // tensor, self.config.training.sequence_length
-        config = with_values(self.base, values)
+        config = self._with_kernels(values)
         if heads % sequence or length % config.parallelism.sequence_multiple:
             return False
         is_shared = mesh.sequence_parts > 1

@@ -37,6 +37,7 @@ from trainctl.plans.derive import blocks_of_stages, derive_batch, derive_mesh, i
 from trainctl.plans.flops import multiplied_weights
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import LayoutPlan, Mesh
+from trainctl.rules.kernel_choice import with_kernels
 from trainctl.tuning.compute import (
     attention_seconds,
     block_matrices,
@@ -480,6 +481,7 @@ def time_variant(
 
     `stage_blocks` is the number of blocks of each pipeline stage, if known already.
     """
+    config = with_kernels(config, hardware)
     mesh, _ = derive_mesh(config.parallelism, hardware)
     batch, _ = derive_batch(config.training, mesh.data) if mesh else (None, ())
     if mesh is None or batch is None:

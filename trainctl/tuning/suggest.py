@@ -71,7 +71,7 @@ def suggest_fitting(config: RunConfig, hardware: Hardware) -> list[Suggestion]:
     for changes, most in (
         (adapter_changes(config, batch), 1),
         (quantized_base_changes(config, batch), 1),
-        (memory_saving_changes(config, hardware, batch), MOST_SUGGESTIONS),
+        (memory_saving_changes(before.plan.config, hardware, batch), MOST_SUGGESTIONS),
     ):
         wanted = most - len(suggestions)
         if not wanted:
@@ -101,7 +101,7 @@ def suggest_for_slack(config: RunConfig, hardware: Hardware) -> list[Suggestion]
     tries = [
         (change, variant)
         for change, variant in _time_changes(
-            memory_using_changes(config, before.plan.batch), config, hardware
+            memory_using_changes(before.plan.config, before.plan.batch), config, hardware
         )
         if _relative_speed(variant, now) >= 1 + LEAST_GAIN
     ]

@@ -340,14 +340,16 @@ class CompileKind(Enum):
 class KernelsConfig:
     """Kernels for the model and its loss; results are mathematically equal."""
 
-    liger: bool = option(
-        False, "Use liger-kernel for norms, rotary embedding and SwiGLU; GPUs only."
+    liger: bool | None = option(
+        None,
+        "Use liger-kernel for norms, rotary embedding and SwiGLU; GPUs only. null: where it is "
+        "installed and knows the model.",
     )
-    cross_entropy: CrossEntropyKind = option(
-        CrossEntropyKind.plain,
+    cross_entropy: CrossEntropyKind | None = option(
+        None,
         "plain: all logits at once; chunked: logits of chunk_tokens tokens at a time, recomputed "
         "in the backward pass; liger_fused: fused linear cross-entropy of liger-kernel, GPUs "
-        "only.",
+        "only. null: liger_fused beside liger where the loss allows it, else plain.",
     )
     chunk_tokens: int = option(
         1024,
@@ -362,8 +364,19 @@ class KernelsConfig:
         "sequences.",
         minimum=1,
     )
-    compile: CompileKind = option(
-        CompileKind.none,
-        "blocks: torch.compile of each decoder block; deepcompile: DeepSpeed's compilation of "
-        "the whole model with its communication, GPUs only.",
+    compile: CompileKind | None = option(
+        None,
+        "none: nothing; blocks: torch.compile of each decoder block; deepcompile: DeepSpeed's "
+        "compilation of the whole model with its communication, GPUs only. null: blocks on GPUs "
+        "without liger, where they compile.",
     )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model, or its blocks, are compiled."""
+        return self.compile in (CompileKind.blocks, CompileKind.deepcompile)
+
+    @property
+    def has_all_logits(self) -> bool:
+        """Whether the logits of all tokens exist at once."""
+        return self.cross_entropy in (CrossEntropyKind.plain, None)

@@ -239,7 +239,12 @@ class DeepSpeedEngine(Engine):
         Attention of all ranks is made ready for the batch.
         """
         device, part = self._process.device, self.mesh.part
-        inputs = batch.model_inputs(device, part=part, flash_attention=self._has_flash_attention)
+        inputs = batch.model_inputs(
+            device,
+            part=part,
+            flash_attention=self._has_flash_attention,
+            compiled=self._plan.config.kernels.is_compiled,
+        )
         own = batch.part(part)
         if self._attention is not None:
             self._attention.expect(batch)

@@ -13,9 +13,5 @@ SPEC = ActivationCheckpointing(
     keys=Recomputing,
     build="trainctl.train.models.recompute:selective_dispatch_modes",
     keeps_products=True,
-    why_not={
-        "blocks": "operations are not told apart in a compiled block, where the compiler decides "
-        "what is kept",
-        "deepcompile": COMPILER_KEEPS,
-    },
+    why_not={"deepcompile": COMPILER_KEEPS},
 )

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from trainctl.config.schema import DataType, PrecisionConfig
 from trainctl.config.schema.option import option
 from trainctl.options.precision import Precision
+
+
+class Fp8Scales(Enum):
+    """Elements that share a scale, by torchao's names for its recipes."""
+
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
 
 
 @dataclass
@@ -15,6 +23,11 @@ class Fp8Config(PrecisionConfig):
 
     emulate_fp8: bool = option(
         False, "fp8: round to fp8 but multiply in fp32, for devices without fp8."
+    )
+    fp8_scales: Fp8Scales = option(
+        Fp8Scales.tensorwise,
+        "fp8: elements that share a scale, a power of two for rowwise; rowwise keeps outliers of "
+        "one row from the others, and is slower.",
     )
 
 

@@ -7,8 +7,9 @@ from dataclasses import fields
 from fractions import Fraction
 
 from trainctl.config.codec import to_plain
+from trainctl.config.keys import as_written
 from trainctl.config.registry import section_class
-from trainctl.config.schema import CompileKind, OnBadText, Packing, StageConfig
+from trainctl.config.schema import OnBadText, Packing, StageConfig
 from trainctl.options.data import spec_of
 from trainctl.options.data.stream import StreamConfig, shards_needed
 from trainctl.options.precision import precision_of
@@ -441,10 +442,10 @@ def lengths_suit_the_engine(draft: Draft) -> Iterator[Problem]:
         if length is None or batch is None or length == draft.batch.sequence_length:
             continue
         what = f"data.stages[{number}]: sequence_length={length}"
-        if config.kernels.compile is not CompileKind.none:
+        if config.kernels.is_compiled:
             yield Problem(
-                f"{what} with kernels.compile={config.kernels.compile.value}, which compiles for "
-                f"samples of {draft.batch.sequence_length}",
+                f"{what} with kernels.compile={as_written(config.kernels.compile)}, which compiles "
+                f"for samples of {draft.batch.sequence_length}",
                 "kernels.compile=none, or one length",
                 key="kernels.compile",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainctl.config.keys import as_written
 from trainctl.config.schema import (
     Accelerator,
     CompileKind,
@@ -14,6 +15,7 @@ from trainctl.config.schema import (
 )
 from trainctl.models.anatomy import parse_anatomy
 from trainctl.options.activation_checkpointing import checkpointing_of, recomputing_section
+from trainctl.options.engine import engine_of
 from trainctl.options.model import AXES, architecture, families
 from trainctl.plans.settings import DETERMINISTIC_VARIABLES
 from trainctl.plans.shapes import FEED_FORWARD
@@ -35,7 +37,7 @@ def liger_runs_here(draft: Draft) -> Iterator[Problem]:
     if kernels.liger and on_cpu:
         yield Problem(
             f"kernels.liger needs a GPU, and the hardware is {draft.hardware.name}",
-            "kernels.liger=false",
+            "kernels.liger=false, or kernels=default",
         )
     if kernels.cross_entropy is CrossEntropyKind.liger_fused and on_cpu:
         yield Problem(
@@ -73,20 +75,20 @@ def loss_sees_the_hidden_states(draft: Draft) -> Iterator[Problem]:
     """
     config = draft.config
     kind, key = config.kernels.cross_entropy, "kernels.cross_entropy"
-    if kind is CrossEntropyKind.plain:
+    value = f"{key}={as_written(kind)}"
+    if config.kernels.has_all_logits:
         return
     known = architecture(config.model)
     is_fused = kind is CrossEntropyKind.liger_fused
     if is_fused and (known is None or not known.has_plain_head):
         yield Problem(
-            f"{key}={kind.value} with the {_architecture(config.model)} architecture: what it does "
+            f"{value} with the {_architecture(config.model)} architecture: what it does "
             "between its last hidden states and its logits is not known",
             f"{key}=chunked",
         )
     if config.parallelism.pipeline > 1:
         yield Problem(
-            f"{key}={kind.value} with pipeline stages: DeepSpeed's pipeline computes the loss from "
-            "logits",
+            f"{value} with pipeline stages: DeepSpeed's pipeline computes the loss from logits",
             f"{key}=plain, or parallelism.pipeline=1",
         )
     if is_fused and config.parallelism.tensor > 1:
@@ -134,8 +136,8 @@ def _why_not_tiled(config: RunConfig) -> Iterator[str]:
         )
     elif anatomy is not None and not any(_in_feed_forward(p.name) for p in anatomy.parameters):
         yield f"the {_architecture(model)} architecture has no module for its feed-forward layer"
-    if kernels.compile is not CompileKind.none:
-        yield f"kernels.compile={kernels.compile.value} compiles whole blocks"
+    if kernels.is_compiled:
+        yield f"kernels.compile={as_written(kernels.compile)} compiles whole blocks"
     if checkpointing_of(config.activation_checkpointing).keeps_products:
         yield (
             f"activation_checkpointing.mode={config.activation_checkpointing.mode} keeps what the "
@@ -153,13 +155,14 @@ def _in_feed_forward(tensor: str) -> bool:
     "TC087",
     "kernels.compile",
     "activation_checkpointing.mode",
-    example="recipe=tiny kernels.compile=blocks activation_checkpointing=selective",
+    example="recipe=tiny kernels.compile=blocks activation_checkpointing=selective zero_stage=3",
 )
 def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Problem]:
     """torch.compile gets blocks that it can trace.
 
-    torch.compile makes one graph of a block. Inside it no operation is chosen for recomputation,
-    and the exchanges of Ulysses and of ring attention cannot be traced.
+    torch.compile makes one graph of a block, and of its checkpoint if that keeps some results. The
+    hooks of ZeRO stage 3 would cut such a checkpoint, and the exchanges of Ulysses and of ring
+    attention cannot be traced.
 
     Fix: Use activation_checkpointing=full beside it, or kernels.compile=none.
     """
@@ -167,7 +170,15 @@ def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Problem]:
     if config.kernels.compile is not CompileKind.blocks:
         return
     key, axes = "kernels.compile", config.parallelism
-    yield from _compiled_as_it_is_kept(config, f"activation_checkpointing=full, or {key}=none")
+    is_hooked = config.zero_stage.stage == 3 and engine_of(config).takes_json
+    spec = checkpointing_of(config.activation_checkpointing)
+    if spec.keeps_products and is_hooked:
+        yield Problem(
+            f"activation_checkpointing.mode={spec.name} with {key}=blocks at ZeRO stage 3: "
+            "DeepSpeed's hooks would cut the graph of a block and its checkpoint",
+            f"activation_checkpointing=full, or {key}=none",
+            key="activation_checkpointing.mode",
+        )
     for axis in ("tensor", "sequence", "context"):
         if getattr(axes, axis) > 1:
             yield Problem(
@@ -178,7 +189,10 @@ def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Problem]:
 
 
 def _compiled_as_it_is_kept(config: RunConfig, hint: str) -> Iterator[Problem]:
-    kind, spec = config.kernels.compile.value, checkpointing_of(config.activation_checkpointing)
+    kind, spec = (
+        as_written(config.kernels.compile),
+        checkpointing_of(config.activation_checkpointing),
+    )
     if kind in spec.why_not:
         yield Problem(
             f"activation_checkpointing.mode={spec.name} with kernels.compile={kind}: "
@@ -232,7 +246,7 @@ def deepcompile_runs_here(draft: Draft) -> Iterator[Problem]:
             f"{key}=deepcompile with offload to NVMe: DeepCompile moves states to host memory only",
             f"offload=cpu-all, or {key}=blocks",
         )
-    if config.kernels.cross_entropy is not CrossEntropyKind.plain or config.kernels.liger:
+    if not config.kernels.has_all_logits or config.kernels.liger:
         yield Problem(
             f"{key}=deepcompile compiles the model and its loss; other kernels would cut its graph",
             "kernels.cross_entropy=plain kernels.liger=false",

@@ -355,7 +355,7 @@ NEXT_TOKEN_LIMITS = (
         "kernels.cross_entropy",
         CrossEntropyKind.plain,
         "it sums the losses of the next tokens, and no others",
-        "kernels=default",
+        "kernels.cross_entropy=plain",
     ),
     only_value("stability.z_loss", 0, "it is a part of the next token's loss"),
 )

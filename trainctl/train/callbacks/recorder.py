@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
-from trainctl.config.schema import CompileKind
 from trainctl.engines.shards import ElementRange, ParameterPiece, sum_of_squares
 from trainctl.options.callbacks import Callback, Context
 from trainctl.plans.mixture import StagedBatches, stages_of_plan
@@ -69,7 +68,7 @@ class TensorRecorder(Callback):
 
     def on_train_start(self, context: Context) -> None:
         """Hook every layer, unless layers are compiled: a hook would change what is compiled."""
-        if self._session.plan.config.kernels.compile is not CompileKind.none:
+        if self._session.plan.config.kernels.is_compiled:
             return
         for module, name, parameter in self._names.layers(context.module):
             place = None if parameter is None else self._names.pieces.get(parameter)

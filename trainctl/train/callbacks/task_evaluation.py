@@ -18,7 +18,6 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.extras import install_command
-from trainctl.config.schema import CompileKind
 from trainctl.config.suggest import first_line
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.models.local_path import local_path
@@ -160,7 +159,7 @@ class TaskEvaluation(Callback):
         inputs = sorted(passes, key=len, reverse=True)
         mesh, size = context.plan.mesh, self._batch_size
         ranks, rank = context.world_size // mesh.tensor, context.rank // mesh.tensor
-        is_compiled = context.plan.config.kernels.compile is not CompileKind.none
+        is_compiled = context.plan.config.kernels.is_compiled
         own: dict[int, Score] = {}
         for start in range(0, len(inputs), size * ranks):
             context.beat(f"evaluating tasks: text {start:,} of {len(inputs):,}")

@@ -24,6 +24,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.models.directory import ENCODERS
+from trainctl.train.models.varlen import has_flash_attention
 
 
 def is_encoder(config: PretrainedConfig) -> bool:
@@ -66,18 +67,22 @@ CAUSAL_MASKS = (
 )
 """Functions of transformers that find documents in `position_ids`, if they are given them."""
 
-_positions: list[torch.Tensor | None] = []
-"""Positions given to the forward pass that is running, or None; empty between passes."""
+_BOUNDS = "cu_seq_lens_q"
+"""Argument of a forward pass whose attention reads the bounds of documents."""
+
+_running: dict[str, torch.Tensor | None] = {}
+"""Positions and bounds that the running forward pass was given, or None; empty between passes."""
 
 
-def _keep_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = kwargs.get("position_ids")
-    if given is not None or not _positions:
-        _positions[:] = [given]
+    if given is not None or not _running:
+        _running["position_ids"] = given
+    _running[_BOUNDS] = kwargs.get(_BOUNDS) if has_flash_attention(model) else None
 
 
 def _drop_positions(*_: Any) -> None:
-    _positions.clear()
+    _running.clear()
 
 
 def _with_positions(make_mask: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,13 +90,19 @@ def _with_positions(make_mask: Callable[..., Any]) -> Callable[..., Any]:
 
     Some models (gpt-oss, AFMoE, Falcon) leave them out. Others count from 0 where they are given
     none, and transformers would search these for documents: a read of the device in each pass.
+    Attention that reads the bounds of documents gets no mask.
     """
 
     @wraps(make_mask)
     def make(*args: Any, **kwargs: Any) -> Any:
+        if (
+            _running.get(_BOUNDS) is not None
+            and make_mask is not masking_utils.create_chunked_causal_mask
+        ):
+            return None
         own = kwargs.get("position_ids")
-        if _positions and len(args) < 5 and (own is None or _positions[0] is None):
-            kwargs["position_ids"] = _positions[0]
+        if _running and len(args) < 5 and (own is None or _running["position_ids"] is None):
+            kwargs["position_ids"] = _running["position_ids"]
         return make_mask(*args, **kwargs)
 
     return make
@@ -107,8 +118,7 @@ def keep_documents_apart(
     """
     model: Any = encoder
     positions = kwargs.get("position_ids")
-    has_lengths = "flash" in (model.config._attn_implementation or "")
-    if positions is None or has_lengths or kwargs.get("attention_mask") is not None:
+    if positions is None or has_flash_attention(model) or kwargs.get("attention_mask") is not None:
         return args, kwargs
     how = {
         "config": model.config,

@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.extras import install_command
 from trainctl.config.schema import CompileKind, KernelsConfig, PrecisionConfig
 from trainctl.errors import MachineError, TrainctlError
 from trainctl.options.precision import is_emulated
+from trainctl.options.precision.fp8 import Fp8Config
 from trainctl.plans.shapes import FEED_FORWARD
 from trainctl.train.adapters.layers import LoraLayer
 from trainctl.train.models.model import blocks
+from trainctl.train.models.recompute import Recompute, compiled_selection
 
 
 def apply_kernels(model: PreTrainedModel, config: KernelsConfig) -> None:
@@ -39,28 +41,42 @@ def compile_blocks(model: nn.Module) -> int:
     """Compile each decoder block, once per kind; return the number of blocks.
 
     A recomputed block is compiled inside its checkpoint, so that its recomputation is one compiled
-    pass.
+    pass. A block that keeps its products is compiled with its checkpoint, whose graph tells
+    operations apart.
     """
     layers = blocks(model)
     for layer in layers:
         if layer.gradient_checkpointing:
             # Set by `recompute.wrap_blocks`.
-            recompute = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = replace(recompute, inner=_compile_block_call)
+            recompute: Recompute = layer._gradient_checkpointing_func
+            is_whole = recompute.contexts is noop_context_fn
+            call = partial(_compile_call, keeps=not is_whole)
+            layer._gradient_checkpointing_func = (
+                replace(recompute, inner=call) if is_whole else replace(recompute, outer=call)
+            )
         else:
             layer.compile(dynamic=False)
     return len(layers)
 
 
-def _compile_block_call(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_call(forward: Callable[..., Any], *, keeps: bool) -> Callable[..., Any]:
     """Return a block's call, bound by `functools.partial`, with its function compiled."""
     assert isinstance(forward, partial)
-    return partial(_compile_function(forward.func), *forward.args, **forward.keywords)
+    compiled = _compile_function(forward.func, keeps=keeps)
+    return partial(compiled, *forward.args, **forward.keywords)
 
 
 @cache
-def _compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)
+def _compile_function(function: Callable[..., Any], *, keeps: bool) -> Callable[..., Any]:
+    if not keeps:
+        return torch.compile(function, dynamic=False)
+
+    def with_checkpoint(*args: Any, **keywords: Any) -> Any:
+        return checkpoint(
+            function, *args, use_reentrant=False, context_fn=compiled_selection, **keywords
+        )
+
+    return torch.compile(with_checkpoint, dynamic=False)
 
 
 def _use_liger(model: PreTrainedModel) -> None:
@@ -133,7 +149,7 @@ def _split_into_tiles(tensor: torch.Tensor, tiles: int) -> tuple[torch.Tensor, .
 def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
     """Convert the linear layers of the decoder blocks to fp8 products; return the number converted.
 
-    Inputs, weights and gradients are rounded with one scale per tensor, computed on use
+    Inputs, weights and gradients are rounded with one scale per tensor, or per row, computed on use
     (torchao's dynamic scaling, arXiv:2209.05433). Weights stay in bf16 under their names, so
     ZeRO, checkpoints and exports see no difference. Embeddings, norms and the output projection
     are left alone: the output projection decides the loss.
@@ -149,7 +165,9 @@ def convert_to_fp8(model: PreTrainedModel, precision: PrecisionConfig) -> int:
             f"precision.compute=fp8 needs the package torchao ({error})",
             hint=f"{install_command('torchao')}, or precision=bf16",
         ) from None
-    config = Float8LinearConfig(emulate=is_emulated(precision))
+    assert isinstance(precision, Fp8Config)
+    recipe = Float8LinearConfig.from_recipe_name(precision.fp8_scales.value)
+    config = replace(recipe, emulate=is_emulated(precision))
     layers = blocks(model)
     for layer in layers:
         convert_to_float8_training(layer, config=config)

@@ -29,11 +29,11 @@ from trainctl.train.evaluation import inference
 from trainctl.train.models.frozen_base import FullModel, adapter_of, base_file, whole_weights
 from trainctl.train.models.model import (
     TORCH_TYPES,
-    has_flash_attention,
     materialise,
     skeleton,
     with_portable_attention,
 )
+from trainctl.train.models.varlen import has_flash_attention
 from trainctl.train.models.weights import WeightSource
 from trainctl.train.objectives.base import ObjectiveLoss, loss_of
 from trainctl.train.objectives.loss import losses_with_future, output_of, summed_cross_entropy

@@ -206,14 +206,6 @@ def with_portable_attention(model: ModelConfig) -> ModelConfig:
     return replace(model, attention=AttentionKind.sdpa)
 
 
-def has_flash_attention(model: PreTrainedModel) -> bool:
-    """Whether attention is a flash kernel, which takes document boundaries instead of a mask.
-
-    Any version of flash attention counts: a user's own model chooses for itself.
-    """
-    return "flash" in (model.config._attn_implementation or "")
-
-
 def blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the decoder blocks, in order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

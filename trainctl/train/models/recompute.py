@@ -23,7 +23,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from trainctl.config.registry import function_of
 from trainctl.config.schema import ActivationCheckpointingConfig
@@ -47,6 +52,7 @@ SAVED_OPERATIONS = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
         "flash_attn::_flash_attn_forward",
         "flash_attn::_flash_attn_varlen_forward",
+        "torch_attn::_varlen_attn",
     }
 )
 """Operations whose results `selective` keeps: products with weights and fused attention, nearly all
@@ -139,11 +145,15 @@ class Recompute:
     """Ranks with the same input, on which it waits in slices; None keeps it whole."""
     inner: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     """Wrapper of the block's forward function, such as the compiler."""
+    outer: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """Wrapper of the block's forward function that is its checkpoint too."""
 
     def __call__(self, forward: Callable[..., Any], hidden: torch.Tensor, *others: Any) -> Any:
         if self.inner is not None:
             forward = self.inner(forward)
         with self._input_hooks(hidden):
+            if self.outer is not None:
+                return self.outer(forward)(hidden, *others)
             return checkpoint(
                 forward,
                 hidden,
@@ -273,6 +283,16 @@ def _is_watched(function: Any) -> bool:
     arguments = getattr(getattr(function, "__code__", None), "co_varnames", ())
     is_special = name.startswith("__")
     return name[:3] == "__i" if is_special else name.endswith("_") or "inplace" in arguments
+
+
+def compiled_selection() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of `selective` in a graph: the compiler keeps what they mark."""
+    return create_selective_checkpoint_contexts(_keep_or_recompute)
+
+
+def _keep_or_recompute(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    is_kept = operation.name() in SAVED_OPERATIONS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @dataclass

@@ -201,7 +201,7 @@ class LanguageModel(LossModule):
                 return loss
             self.last_future_loss = self._future_weight * future.detach()
             return loss + self._future_weight * future
-        if self._kernels.cross_entropy is CrossEntropyKind.plain:
+        if self._kernels.has_all_logits:
             losses = self.losses(self.model(**inputs).logits, labels)
         else:
             losses = self._loss_without_logits(inputs, labels)

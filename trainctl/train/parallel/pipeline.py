@@ -17,8 +17,8 @@ from transformers.modeling_utils import PreTrainedModel
 from trainctl.engines.micro_batch import document_lengths
 from trainctl.engines.process import Axis, ProcessMesh
 from trainctl.plans.types import RunPlan
-from trainctl.train.models.model import has_flash_attention
 from trainctl.train.models.module import ModuleModel, shallow_copy
+from trainctl.train.models.varlen import has_flash_attention
 from trainctl.train.objectives.loss import LossModule
 from trainctl.train.parallel.module_plan import cut_module_to_stage, vocabulary_layers
 from trainctl.train.parallel.shard_plan import MULTIPLIERS, shard_plan_of

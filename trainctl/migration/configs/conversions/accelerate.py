@@ -144,7 +144,7 @@ def compiler(source: Conversion) -> None:
         return
     backend = str(source.get(name)).upper()
     if backend in ("NO", "FALSE"):
-        source.set("kernels", "default", name)
+        source.set("kernels", "plain", name)
     elif backend == "INDUCTOR":
         source.set("kernels", "compiled", name)
     else:

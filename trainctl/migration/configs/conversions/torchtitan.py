@@ -238,6 +238,9 @@ FLOAT8 = (
     "training.fp8_linear",
     "float8.enable_float8_linear",
 )
+SCALES = tuple(
+    f"{section}float8.recipe_name" for section in ("", "quantize.linear.", "quantize.dense.")
+)
 EMULATED = ("float8.emulate", "quantize.linear.float8.emulate", "quantize.dense.float8.emulate")
 
 
@@ -256,6 +259,11 @@ def precision(source: Conversion) -> None:
         for name in EMULATED:
             if source.is_on(name):
                 source.set("precision.emulate_fp8", True, name)
+        for name in SCALES:
+            if source.get(name) == "rowwise":
+                source.set("precision.fp8_scales", "rowwise", name)
+            elif source.get(name) not in (None, "", "tensorwise"):
+                source.leave(name, "scales are of whole tensors or of rows", "precision=fp8")
     elif weights == "bfloat16":
         source.set("precision", "bf16-low-memory", "training.dtype")
     elif products == "float32":
@@ -272,7 +280,7 @@ def compiler(source: Conversion) -> None:
     if not source.is_on("compile.enable"):
         return
     if source.count("parallelism.tensor_parallel_degree") > 1:
-        source.leave("compile.enable", "blocks of tensor ranks are not compiled", "kernels=default")
+        source.leave("compile.enable", "blocks of tensor ranks are not compiled", "kernels=plain")
     else:
         source.set("kernels.compile", "blocks", "compile.enable")
 
