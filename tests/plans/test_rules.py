@@ -2000,7 +2000,7 @@ ERRORS = [
         {"deepspeed": {"csv_monitor": {"enabled": True}}},
         gpus(),
         "deepspeed.csv_monitor is trainctl's to set",
-        "use csv in logging.to",
+        "every run has its steps as tables: RUN/steps/attempt-N.csv",
     ),
     ("TC078", {"logging__deepspeed_level": "loud"}, gpus(), "loud", "warning"),
     (

@@ -322,7 +322,7 @@ def sync(
 
     On any machine that sees the run. A step that was sent is not sent again.
 
-    Example: trainctl runs sync runs/NAME --to csv
+    Example: trainctl runs sync runs/NAME --to wandb
     """
     for name in to or []:
         if name not in (ALERTS, MIRROR):
