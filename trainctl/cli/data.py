@@ -19,13 +19,17 @@ from trainctl.cli.console import (
     show_findings,
     to_printable,
 )
-from trainctl.cli.trial import suspects
+from trainctl.cli.prove import suspects
 from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target
-from trainctl.launchers.text_preparation import check_text_settings
-from trainctl.launchers.trained_text import find_in_run, planned_samples, samples_of_run
+from trainctl.launchers.text_preparation import (
+    check_text_settings,
+    find_in_run,
+    planned_samples,
+    samples_of_run,
+)
 from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.runs.attempts import find_attempt
 from trainctl.runs.directory import open_run

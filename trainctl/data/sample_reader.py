@@ -10,7 +10,7 @@ import numpy.typing as npt
 from trainctl.data.corpus import Corpus, Split
 from trainctl.data.infilling import Infilling
 from trainctl.data.packing import Bins
-from trainctl.data.prompts import Prompt, PromptRecords
+from trainctl.data.targets import Prompt, PromptRecords
 from trainctl.data.token_masking import TokenMasking
 from trainctl.plans.mixture import samples_in
 

@@ -39,8 +39,8 @@ from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand
 from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.processes import run_tool
 from trainctl.runs.status import SchedulerJob
-from trainctl.runs.tools import run_tool
 
 MANIFEST = "manifest.yaml"
 NOT_MOUNTED = "TC165"
