@@ -922,7 +922,6 @@ def _recomposed(
     script_arguments: list[str] | None,
     before: RunConfig,
 ) -> ComposedConfig:
-    """Return the configuration of a run with changes."""
     from trainctl.config.compose import recompose
     from trainctl.config.user_code import with_script_arguments
 

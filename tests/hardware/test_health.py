@@ -22,7 +22,7 @@ import pytest
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity
-from trainctl.hardware import builds, detect, devices, health, host_checks, packages, storage
+from trainctl.hardware import builds, detect, devices, host_checks, packages, storage
 from trainctl.hardware.facts import Hardware
 from trainctl.launchers.planning import compose_config
 from trainctl.options import logger
@@ -76,14 +76,14 @@ def put_gpus(tools: Any, *capabilities: str) -> None:
 
 
 def test_a_healthy_machine_for_the_tiny_recipe() -> None:
-    examined = health.examine_machine(config(), CPU)
-    assert [each.name for each in examined] == [name for name, _ in health.CHECKS]
-    assert health.preflight(config(), CPU) == []
+    examined = host_checks.examine_machine(config(), CPU)
+    assert [each.name for each in examined] == [name for name, _ in host_checks.CHECKS]
+    assert host_checks.preflight(config(), CPU) == []
     assert "torch" in examined[0].facts[0]
 
 
 def test_every_rule_of_the_machine_has_one_place() -> None:
-    folder = Path(health.__file__).parent
+    folder = Path(host_checks.__file__).parent
     text = "\n".join(path.read_text() for path in sorted(folder.glob("*.py")))
     found = {
         rule

@@ -96,7 +96,6 @@ def import_config(
 
 
 def _left_out_lines(imported: ImportResult) -> list[str]:
-    """Return a line for each reason, with the keys that are not carried over for it."""
     lines: dict[tuple[Why, str], list[LeftOutKey]] = {}
     for left in imported.left_out:
         if left.why is not Why.ignored:

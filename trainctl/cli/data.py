@@ -219,7 +219,6 @@ def _target_text(target: float | str) -> str:
 
 
 def _show_learnt(stretches: Sequence[ChatStretch]) -> None:
-    """Print the lines of a sample, with the text that is learnt highlighted."""
     line: list[tuple[str, bool]] = [("  | ", False)]
     for stretch in stretches:
         for number, text in enumerate(stretch.text.split("\n")):
@@ -239,7 +238,6 @@ def _source_text(passage: Passage) -> str:
 
 
 def _show_dropped(config: RunConfig, *, as_json: bool) -> None:
-    """Print the documents left out of each source, with examples."""
     from trainctl.data.dropped_documents import dropped_by_source, examples_of, without_examples
 
     found = list(dropped_by_source(config))

@@ -17,7 +17,7 @@ from trainctl.cli.console import (
     show_findings,
 )
 from trainctl.errors import ExitCode
-from trainctl.hardware.health import CheckResult
+from trainctl.hardware.host_checks import CheckResult
 
 
 def doctor(

@@ -309,7 +309,6 @@ def _read_recipe_info(path: Path, folder: Folder, folders: list[Folder]) -> Reci
 
 
 def _declared_hardware(name: str, folders: list[Folder]) -> str:
-    """Return the hardware that a recipe, or the one it extends, is declared for."""
     option = chosen_options(folders, name).get("hardware") or OPEN
     nodes, devices = _declared_devices(name, folders, frozenset())
     if option == OPEN:

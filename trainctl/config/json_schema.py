@@ -99,7 +99,6 @@ def _section_schema(name: str) -> dict[str, Any]:
 
 
 def _property_schemas(keys: list[Leaf], prefix: str) -> dict[str, Any]:
-    """Return the schemas of all keys under a prefix, nested sections included."""
     found: dict[str, Any] = {}
     for leaf in keys:
         name, dot, _ = leaf.key.removeprefix(prefix).partition(".")

@@ -179,7 +179,6 @@ def option_leaves(group: str, name: str) -> dict[str, Leaf]:
 
 
 def _leaves_in(section: Any, prefix: str = "") -> dict[str, Leaf]:
-    """Return the keys of one section, by name under the prefix."""
     hints = attribute_types(section.__class__)
     found = (
         Leaf(

@@ -591,7 +591,6 @@ def _with_arguments_as_text(message: Message) -> Message:
 
 
 def _conversation_in_words(messages: Sequence[Message]) -> str:
-    """Describe a conversation by its first words, for an error message."""
     texts: Iterator[str] = (str(each.get("content") or "") for each in messages)
     first = next((text for text in texts if text), "")
     return f"the conversation that begins {first!r:.60}"

@@ -109,7 +109,6 @@ def _first_other_text(before: Corpus, now: Corpus) -> Iterator[str]:
 
 
 def _written_since(section: DataConfig | None, read_at: float) -> Iterable[str]:
-    """Return the local files of a source that were written since a time."""
     try:
         files = split_files(section) if section is not None else None
     except TrainctlError:
@@ -134,7 +133,6 @@ class _TotalProgress:
         self._progress, self._before, self._last = progress, 0, 0
 
     def start_source(self) -> None:
-        """Start counting the next source."""
         self._before, self._last = self._before + self._last, 0
 
     def __call__(self, progress: PreparationProgress) -> None:

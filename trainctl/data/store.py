@@ -461,7 +461,6 @@ def _content_digest(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
 
 
 def _file_blocks(file: File, start: int, end: int) -> Iterator[bytes]:
-    """Yield the bytes of a range of a file."""
     with file.open("rb") as stream:
         stream.seek(start)
         while start < end and (block := stream.read(min(_BLOCK, end - start))):

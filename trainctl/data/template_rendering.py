@@ -61,8 +61,6 @@ class RefusedByTemplate(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Renderer:
-    """The forked process that renders."""
-
     owner: int
     """Process id of the parent. Another process forks its own renderer."""
     pid: int
@@ -126,7 +124,6 @@ def _limit_error(what: str) -> TrainctlError:
 
 
 def _get_renderer() -> _Renderer:
-    """Return this process's renderer, and fork it first if there is none."""
     global _renderer
     if _renderer is None or _renderer.owner != os.getpid():
         ours, its = socket.socketpair()

@@ -97,7 +97,6 @@ def resolve_hardware(config: HardwareConfig, *, calibrated: bool = True) -> Hard
 
 
 def _calibrated_fields(calibration: Calibration | None, world_size: int) -> dict[str, Any]:
-    """Return the fields of `Hardware` that a calibration sets."""
     if calibration is None:
         return {}
     return {

@@ -192,7 +192,7 @@ TARGETS = {
         check="trainctl.migration.checkpoints.to_torch:check_trainer",
     ),
     "dcp": ExportTarget(
-        function="trainctl.migration.checkpoints.to_dcp:export_dcp",
+        function="trainctl.migration.checkpoints.to_torch:export_dcp",
         check="trainctl.migration.checkpoints.to_torch:check_dcp",
     ),
     "deepspeed-universal": ExportTarget(

@@ -163,7 +163,6 @@ def _pod_resources(plan: RunPlan) -> dict[str, Any]:
 
 
 def _volumes_and_mounts(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the volumes of a pod, and the mounts of its container."""
     launcher = _launcher_section(plan)
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []

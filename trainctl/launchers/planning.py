@@ -443,7 +443,6 @@ def _with_placeholder_steps(composed: ComposedConfig) -> ComposedConfig:
 
 
 def _without_length_error(error: TrainctlError) -> TrainctlError:
-    """Return the error without the finding that the run has no length."""
     found = [finding for finding in error.findings if finding.rule != NO_LENGTH]
     return TrainctlError.from_findings(found) if found else error
 

@@ -164,7 +164,6 @@ class HostPool:
 
 
 def _node_environment(request: AttemptRequest, group: HostGroup, node: int) -> dict[str, str]:
-    """Return the variables of a node's agent and ranks."""
     host, interface = group.hosts[node], group.interfaces[node]
     launcher = section_of(request.plan.config, SshConfig)
     network: dict[str, str] = {}

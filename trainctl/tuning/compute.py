@@ -24,7 +24,6 @@ from trainctl.options.precision import precision_of
 from trainctl.plans import shapes
 from trainctl.plans.flops import attention_products
 from trainctl.plans.trainable import is_partial
-from trainctl.tuning.experts import expert_time, expert_weights, sparse_share
 from trainctl.tuning.rates import (
     ADDED_BYTES,
     ATTENTION_BACKWARD,
@@ -42,6 +41,9 @@ from trainctl.tuning.rates import (
     MERGED_BYTES,
     ORTHOGONALIZATION_STEPS,
     Rates,
+    expert_time,
+    expert_weights,
+    sparse_share,
 )
 
 

@@ -45,7 +45,6 @@ from trainctl.tuning.compute import (
     stage_parameters,
     trained_share,
 )
-from trainctl.tuning.experts import exchanged_bytes, expert_weights, sparse_share, tensor_sums
 from trainctl.tuning.rates import (
     GIGA,
     HOST_MEMORY_GB_PER_SECOND,
@@ -58,6 +57,10 @@ from trainctl.tuning.rates import (
     RankGroup,
     Rates,
     device_rates,
+    exchanged_bytes,
+    expert_weights,
+    sparse_share,
+    tensor_sums,
 )
 
 TIME_ERROR = 0.25

@@ -453,7 +453,6 @@ def _read_ahead(pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _split_into_files(
     source: Source, names: Mapping[str, str], num_states: int
 ) -> Iterator[list[str]]:
-    """Yield the parameters of each file, in the model's order."""
     listed: list[str] = []
     size = 0
     for name, there in names.items():

@@ -197,8 +197,6 @@ def generate(
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer being generated."""
-
     row: RolloutRow
     numbers: np.ndarray
     """Random number of each token."""
@@ -337,7 +335,6 @@ class _Batch:
         return logits[:, -1]
 
     def _draw(self, answers: Sequence[_Answer], logits: torch.Tensor) -> None:
-        """Draw the next token of each answer."""
         numbers = torch.tensor(
             [each.numbers[len(each.ids)] for each in answers], dtype=torch.float64
         )

@@ -87,7 +87,6 @@ def convert_section(source: Conversion, section: str, *groups: str) -> None:
 
 
 def _first_error(source: Conversion, json: Mapping[str, Any]) -> str:
-    """Return the first error of a JSON; empty if it has none."""
     around = JsonContext(world_size=_ranks(source, json), fills_auto=True)
     errors = [each for each in check_json(json, around) if each.is_error]
     return f"{errors[0].key}: {errors[0].message}" if errors else ""
