@@ -36,8 +36,7 @@ from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
 from trainctl.migration.configs.import_json import BATCH, ImportResult, import_json, world_size_of
 from trainctl.rules.deepspeed.case import AUTO, HF_AUTO_KEYS, JsonContext
-from trainctl.rules.registry import JSON_RULES, CheckedFile, check_file, check_json
-from trainctl.rules.resolve import resolve
+from trainctl.rules.resolve import JSON_RULES, CheckedFile, check_file, check_json, resolve
 from trainctl.rules.rule import Enforcement
 
 TOGETHER = 50

@@ -15,7 +15,7 @@ from rule_examples import meanings
 
 from trainctl.rules.deepspeed_schema import load
 from trainctl.rules.handbook import JSON_PAGE, PLAN_PAGE, READING_PAGE, Meaning
-from trainctl.rules.registry import JSON_RULES, PLAN_RULES
+from trainctl.rules.resolve import JSON_RULES, PLAN_RULES
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "rules.md"

@@ -31,7 +31,7 @@ from trainctl.rules.handbook import (
     Meaning,
     all_meanings,
 )
-from trainctl.rules.registry import JSON_RULES, PLAN_RULES, check_file, check_json, json_context
+from trainctl.rules.resolve import JSON_RULES, PLAN_RULES, check_file, check_json, json_context
 from trainctl.rules.rule import Rule
 
 ROOT = Path(__file__).parents[1]

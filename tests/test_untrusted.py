@@ -34,17 +34,15 @@ OWN = {
     },
     "migration/checkpoints/to_trainer.py": {"folder / OPTIMIZERS[0]", "folder / file.name"},
     "migration/checkpoints/to_universal.py": {
-        "folder / tag",  # `global_step` and a number
-        "folder / tag / f'{prefix}mp_rank_00_model_states.pt'",
-        "target / f'{file}.pt'",
-    },
-    "migration/checkpoints/trainer.py": {"path / name"},  # constants, or `safe_name`
-    "migration/checkpoints/universal.py": {
         "directory / read_pointer(pointer)",
         "folder / 'zero' / parameter",  # for a message
         "folder / 'zero' / parameter / f'{state}.pt'",
+        "folder / tag",  # `global_step` and a number
+        "folder / tag / f'{prefix}mp_rank_00_model_states.pt'",
         "parent / f'{WEIGHTS}.pt'",
+        "target / f'{file}.pt'",
     },
+    "migration/checkpoints/trainer.py": {"path / name"},  # constants, or `safe_name`
     "migration/checkpoints/write.py": {"folder / file"},  # `imported-` and a number
     "mirror/fetch.py": {
         "root.with_name(root.name + FETCHING)",

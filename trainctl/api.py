@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trainctl.launchers.trial import Trial
     from trainctl.memory.budget import MemoryBudget
     from trainctl.migration.configs.result import ImportResult
-    from trainctl.rules.registry import CheckedFile
+    from trainctl.rules.resolve import CheckedFile
     from trainctl.runs.listing import RunStatus
     from trainctl.runs.records import EventFollower
     from trainctl.tuning.search import FoundPlan, Search
@@ -922,7 +922,6 @@ def _recomposed(
     script_arguments: list[str] | None,
     before: RunConfig,
 ) -> ComposedConfig:
-    """Return the configuration of a run with changes."""
     from trainctl.config.compose import recompose
     from trainctl.config.user_code import with_script_arguments
 

@@ -182,7 +182,7 @@ def test_any_values_of_the_keys_give_findings_and_no_traceback(pairs, world_size
     from trainctl.config.json_file import parse_json
     from trainctl.migration.configs.import_values import wanted_values
     from trainctl.rules.deepspeed.case import Case, JsonContext
-    from trainctl.rules.registry import check_json
+    from trainctl.rules.resolve import check_json
 
     document: dict = {}
     for key, value in pairs:

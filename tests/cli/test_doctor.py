@@ -10,7 +10,7 @@ import pytest
 from trainctl.cli.main import run
 from trainctl.engines.patch_checks import TABLES
 from trainctl.errors import ExitCode
-from trainctl.hardware.health import CHECKS
+from trainctl.hardware.host_checks import CHECKS
 
 
 def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:

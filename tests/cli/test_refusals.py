@@ -29,7 +29,7 @@ IMAGE = "launcher.kubernetes_image=i"
         ("TC160", ["launcher=ssh", "launcher.hosts=[a]", "launcher.python='-x'"]),
         ("TC115", ["logging.python=/nonexistent"]),
         ("TC115", ["logging.python='-x'"]),
-        ("TC102", ["logging.to=[csv,tensorboard,csv]"]),
+        ("TC102", ["logging.to=[mlflow,tensorboard,mlflow]"]),
         ("TC103", ["launcher.grace_seconds=1e308"]),
         ("TC103", ["launcher.heartbeat_seconds=4e7"]),
         ("TC103", ["training.time_limit_minutes=1e6"]),

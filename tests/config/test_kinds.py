@@ -161,16 +161,19 @@ def test_keys_of_a_logger_that_is_not_installed_here_are_left_out():
 
 
 def test_names_of_loggers_are_checked_one_by_one():
-    assert compose(["logging.to=[csv]"]).config.logging.to == ["csv"]
+    assert compose(["logging.to=[mlflow]"]).config.logging.to == ["mlflow"]
     with pytest.raises(TrainctlError) as raised:
-        compose(["logging.to=[csv,csv]"])
+        compose(["logging.to=[mlflow,mlflow]"])
     assert raised.value.findings[0].rule == "TC102"
     with pytest.raises(TrainctlError) as raised:
-        compose(["logging.to=[csv,tensorbord]"])
+        compose(["logging.to=[mlflow,tensorbord]"])
     assert "did you mean tensorboard?" in raised.value.findings[0].hint
     with pytest.raises(TrainctlError) as raised:
-        compose(["logging.to=csv"])
-    assert raised.value.findings[0].hint == "write it as [csv]"
+        compose(["logging.to=mlflow"])
+    assert raised.value.findings[0].hint == "write it as [mlflow]"
+    with pytest.raises(TrainctlError) as raised:
+        compose(["logging.to=[csv]"])
+    assert "RUN/steps/attempt-N.csv" in raised.value.findings[0].hint
 
 
 def test_a_key_about_a_number_format_is_of_that_format():

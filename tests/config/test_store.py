@@ -31,6 +31,12 @@ def test_what_is_written_is_read_back_exactly(
     assert load_config(path) == config
 
 
+def test_a_logger_that_is_no_more_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("logging: {to: [csv, wandb]}\n")
+    assert load_config(path).logging.to == ["wandb"]
+
+
 def test_a_file_of_an_older_version_keeps_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("training: {seed: 3}\n")

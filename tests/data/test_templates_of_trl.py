@@ -10,7 +10,7 @@ from chat_files import asked, write_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from trainctl.data.chat_template import CannotRender, ChatTemplate
-from trainctl.data.template_fields import CALLS, REASONING, SYSTEM
+from trainctl.data.template_rendering import CALLS, REASONING, SYSTEM
 from trainctl.models.tokenizer_files import special_tokens_of
 from trainctl.readers.conversations import Learn, conversation_of
 

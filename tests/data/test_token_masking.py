@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import BertProcessing
 
-from trainctl.data.token_masking import TokenMasking, token_masking
+from trainctl.data.sample_reader import TokenMasking, token_masking
 from trainctl.data.tokenizer import FileTokenizer, encode_documents
 from trainctl.errors import TrainctlError
 from trainctl.options.tokenizer.byte import MASK

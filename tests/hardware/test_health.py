@@ -22,7 +22,7 @@ import pytest
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity
-from trainctl.hardware import builds, detect, devices, health, host_checks, packages, storage
+from trainctl.hardware import builds, detect, devices, host_checks, packages, storage
 from trainctl.hardware.facts import Hardware
 from trainctl.launchers.planning import compose_config
 from trainctl.options import logger
@@ -76,14 +76,14 @@ def put_gpus(tools: Any, *capabilities: str) -> None:
 
 
 def test_a_healthy_machine_for_the_tiny_recipe() -> None:
-    examined = health.examine_machine(config(), CPU)
-    assert [each.name for each in examined] == [name for name, _ in health.CHECKS]
-    assert health.preflight(config(), CPU) == []
+    examined = host_checks.examine_machine(config(), CPU)
+    assert [each.name for each in examined] == [name for name, _ in host_checks.CHECKS]
+    assert host_checks.preflight(config(), CPU) == []
     assert "torch" in examined[0].facts[0]
 
 
 def test_every_rule_of_the_machine_has_one_place() -> None:
-    folder = Path(health.__file__).parent
+    folder = Path(host_checks.__file__).parent
     text = "\n".join(path.read_text() for path in sorted(folder.glob("*.py")))
     found = {
         rule
@@ -108,7 +108,7 @@ def test_extras_that_a_plan_needs_are_named(monkeypatch: pytest.MonkeyPatch) -> 
         "kernels.liger=true",
         "optimizer=adamw_8bit",
         "callbacks=[task_evaluation]",
-        "logging.to=[csv,wandb]",
+        "logging.to=[prometheus,wandb]",
         "data=files",
         "data.paths=[gs://bucket/*.jsonl.zst,file:///there/*.txt]",
     )
@@ -132,15 +132,17 @@ def test_a_source_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_logger_imports_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = config("logging.to=[csv,wandb]")
+    chosen = config("logging.to=[prometheus,wandb]")
     monkeypatch.setattr(logger, "find_spec", lambda module: find_spec("csv"))
-    assert list(packages.check_loggers(chosen, CPU)) == ["csv, wandb"]
+    assert list(packages.check_loggers(chosen, CPU)) == ["prometheus, wandb"]
     monkeypatch.setattr(logger, "find_spec", lambda module: None)
     finding = only(packages.check_loggers(chosen, CPU))
     assert (finding.rule, finding.key) == ("TC124", "logging.to")
     assert "'trainctl[wandb]'" in finding.hint
     assert list(packages.check_loggers(config(), CPU)) == ["tensorboard"]
-    elsewhere = config("logging.to=[csv,wandb]", f"logging.python={sys.base_prefix}/bin/python3")
+    elsewhere = config(
+        "logging.to=[prometheus,wandb]", f"logging.python={sys.base_prefix}/bin/python3"
+    )
     finding = only(packages.check_loggers(elsewhere, CPU))
     assert finding.key == "logging.python" and "wandb" in finding.message
 

@@ -18,7 +18,7 @@ from safetensors.torch import load
 
 import trainctl as tc
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.launchers import export, hub
+from trainctl.launchers import export
 from trainctl.runs.layout import RunPaths
 
 
@@ -43,8 +43,8 @@ def test_an_upload_is_one_commit_and_removes_weights_that_are_no_longer_there(
 ) -> None:
     shards = {f"model-0000{n}-of-00002__safetensors": b"a" * n for n in (1, 2)}
     folder = write(tmp_path / "out", README__md=b"# x", config__json=b"{}", **shards)
-    assert hub.check_repository("hub:me/x", public=False) == "me/x"
-    made = hub.upload(folder, "me/x", public=False, message="step-00000001 of x")
+    assert export.check_repository("hub:me/x", public=False) == "me/x"
+    made = export.upload(folder, "me/x", public=False, message="step-00000001 of x")
     repository = server.repositories["me/x"]
     assert repository.private and len(repository.commits) == 2
     assert made["commit"] == repository.at("main")[0] and made["private"] is True
@@ -53,7 +53,7 @@ def test_an_upload_is_one_commit_and_removes_weights_that_are_no_longer_there(
 
     repository.commit({**server.files("me/x"), "LICENSE": b"mine"})
     folder = write(tmp_path / "second", README__md=b"# y", model__safetensors=b"b")
-    hub.upload(folder, "me/x", public=False, message="step-00000002 of x")
+    export.upload(folder, "me/x", public=False, message="step-00000002 of x")
     assert {*server.files("me/x")} == {
         ".gitattributes", "LICENSE", "README.md", "config.json", "model.safetensors"
     }  # fmt: skip
@@ -67,13 +67,13 @@ def test_a_failed_upload_commits_nothing_and_can_be_repeated(
     folder = write(tmp_path / "out", README__md=b"# x", model__safetensors=b"weights")
     server.fail = fails
     with pytest.raises(TrainctlError, match="nothing was committed: ") as caught:
-        hub.upload(folder, "me/x", public=True, message="m")
+        export.upload(folder, "me/x", public=True, message="m")
     assert caught.value.exit_code is ExitCode.environment
     assert TOKEN not in f"{caught.value.message}{caught.value.hint}"
     assert "same command again" in caught.value.hint
     assert len(server.repositories["me/x"].commits) == 1
     server.fail = None
-    hub.upload(folder, "me/x", public=True, message="m")
+    export.upload(folder, "me/x", public=True, message="m")
     assert server.files("me/x")["model.safetensors"] == b"weights"
     assert not server.repositories["me/x"].private
 
@@ -82,26 +82,26 @@ def test_a_hub_that_keeps_other_content_is_found(tmp_path: Path, server: HubServ
     server.corrupt = True
     folder = write(tmp_path / "out", README__md=b"# x", model__safetensors=b"weights")
     with pytest.raises(TrainctlError, match=r"has another model\.safetensors than was sent"):
-        hub.upload(folder, "me/x", public=False, message="m")
+        export.upload(folder, "me/x", public=False, message="m")
 
 
 def test_what_cannot_be_uploaded_is_refused_before_the_export(
     server: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainctlError, match="names no repository"):
-        hub.check_repository("hub:x", public=False)
-    hub.upload(write(tmp_path / "out", README__md=b"# x"), "me/x", public=True, message="m")
+        export.check_repository("hub:x", public=False)
+    export.upload(write(tmp_path / "out", README__md=b"# x"), "me/x", public=True, message="m")
     with pytest.raises(TrainctlError, match="me/x is a public repository"):
-        hub.check_repository("hub:me/x", public=False)
-    assert hub.check_repository("hub:me/x", public=True) == "me/x"
+        export.check_repository("hub:me/x", public=False)
+    assert export.check_repository("hub:me/x", public=True) == "me/x"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(TrainctlError, match="cannot be looked up") as caught:
-        hub.check_repository("hub:me/x", public=True)
+        export.check_repository("hub:me/x", public=True)
     assert "hf_wrong" not in caught.value.message
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(TrainctlError, match="needs a token") as caught:
-        hub.check_repository("hub:me/x", public=True)
+        export.check_repository("hub:me/x", public=True)
     assert caught.value.exit_code is ExitCode.environment
     run = tc.Run(new_run(tmp_path / "run").root)
     for options, said in (

@@ -13,6 +13,8 @@ from supervised import Launch, Launches, carriers
 
 from trainctl.runs.status import State
 
+pytestmark = pytest.mark.usefixtures("own_options")
+
 
 def sender(launch: Launch) -> int | None:
     """Pid of the process that sends to the logger."""
@@ -24,7 +26,7 @@ def sender(launch: Launch) -> int | None:
 
 def steps(launch: Launch) -> list[int]:
     """Return the steps that have reached the logger."""
-    path = launch.run.root / "csv" / "train.csv"
+    path = launch.run.root / "table" / "train.csv"
     if not path.exists():
         return []
     with path.open(newline="") as stream:
@@ -41,14 +43,14 @@ def check_end(launch: Launch) -> str:
 
 
 def test_when_a_launch_ends_all_steps_have_been_sent(launches: Launches) -> None:
-    launch = launches.start("steps", loggers=["csv"])
+    launch = launches.start("steps", loggers=["table"])
     check_end(launch)
     assert steps(launch) == list(range(1, 11))
     assert not launch.events("logger")
 
 
 def test_a_killed_sender_is_replaced_and_nothing_is_missing(launches: Launches) -> None:
-    launch = launches.start("forever,obliging", loggers=["csv"], interrupt_grace_seconds=30.0)
+    launch = launches.start("forever,obliging", loggers=["table"], interrupt_grace_seconds=30.0)
     launch.wait_for(lambda: steps(launch))
     first = sender(launch)
     assert first is not None
@@ -61,7 +63,7 @@ def test_a_killed_sender_is_replaced_and_nothing_is_missing(launches: Launches) 
 
 
 def test_a_killed_launcher_leaves_no_sender(launches: Launches) -> None:
-    launch = launches.start("forever", loggers=["csv"])
+    launch = launches.start("forever", loggers=["table"])
     launch.wait_for(lambda: steps(launch))
     os.kill(launch.process.pid, signal.SIGKILL)
     launch.seconds_to_clean(time.monotonic())
@@ -69,7 +71,7 @@ def test_a_killed_launcher_leaves_no_sender(launches: Launches) -> None:
 
 @pytest.mark.slow
 def test_a_sender_that_hangs_changes_neither_the_end_nor_its_code(launches: Launches) -> None:
-    launch = launches.start("steps", loggers=["csv"])
+    launch = launches.start("steps", loggers=["table"])
     os.kill(launch.wait_for(lambda: sender(launch)), signal.SIGSTOP)
     check_end(launch)
     (told,) = launch.events("logger")
@@ -79,7 +81,7 @@ def test_a_sender_that_hangs_changes_neither_the_end_nor_its_code(launches: Laun
 def test_a_signal_that_ends_the_run_at_once_does_not_wait_for_a_sender_that_hangs(
     launches: Launches,
 ) -> None:
-    launch = launches.start("forever", loggers=["csv"])
+    launch = launches.start("forever", loggers=["table"])
     launch.wait_for_step()
     os.kill(launch.wait_for(lambda: sender(launch)), signal.SIGSTOP)
     os.kill(launch.process.pid, signal.SIGTERM)
@@ -93,10 +95,10 @@ def test_a_signal_that_ends_the_run_at_once_does_not_wait_for_a_sender_that_hang
 def test_a_logger_that_cannot_write_changes_neither_the_end_nor_its_code(
     launches: Launches,
 ) -> None:
-    run = launches.make_run(loggers=["csv"])
-    (run.root / "csv").write_text("a file where its folder should be")
+    run = launches.make_run(loggers=["table"])
+    (run.root / "table").write_text("a file where its folder should be")
     launch = launches.start("steps", run=run)
     check_end(launch)
     (told,) = launch.events("logger")
-    cursor = json.loads(run.companion("csv").cursor.read_text())
-    assert told["name"] == "csv" and told["problem"] == cursor["problem"] != ""
+    cursor = json.loads(run.companion("table").cursor.read_text())
+    assert told["name"] == "table" and told["problem"] == cursor["problem"] != ""

@@ -9,7 +9,7 @@ import pytest
 from supervised import Launches
 
 from trainctl.config.schema import Accelerator, CpuBinding
-from trainctl.hardware.binding import (
+from trainctl.hardware.detect import (
     parse_list,
     processor_shares,
     processors_by_socket,

@@ -25,7 +25,6 @@ from trainctl.config.schema import (
 from trainctl.errors import Severity
 from trainctl.hardware import resolve_hardware
 from trainctl.launchers import probe
-from trainctl.launchers.elastic import shrink_plan
 from trainctl.launchers.host_checks import (
     HostGroup,
     check_hosts,
@@ -34,6 +33,7 @@ from trainctl.launchers.host_checks import (
 )
 from trainctl.launchers.host_probe import HostReport, probe_hosts
 from trainctl.launchers.interface import AttemptRequest, LaunchRequest
+from trainctl.launchers.node_agents import shrink_plan
 from trainctl.launchers.processes import shell_line, ssh_command
 from trainctl.launchers.rank_command import unforwarded_variable_findings
 from trainctl.launchers.ssh import HostPool, render

@@ -168,11 +168,11 @@ def test_its_curve_is_drawn_and_its_keys_are_checked(trainctl) -> None:
 def test_a_logger_has_keys_of_its_own(trainctl) -> None:
     chosen = ("recipe=tiny", "logging.to=[board]")
     wrong = trainctl("validate", "recipe=tiny", "logging.to=[bord]", expect=2)
-    assert "did you mean board? It is one of board, csv, mlflow" in wrong.stderr
+    assert "did you mean board? It is one of board, mlflow" in wrong.stderr
     schema = json.loads(trainctl("config", "schema", "logging").stdout)["properties"]
     assert schema["board"]["properties"]["digits"]["default"] == 3
     assert schema["to"]["anyOf"][0]["items"]["enum"] == [
-        "board", "csv", "mlflow", "prometheus", "tensorboard", "trackio", "wandb",
+        "board", "mlflow", "prometheus", "tensorboard", "trackio", "wandb",
     ]  # fmt: skip
     why = trainctl("config", "why", "logging.board.digits", *chosen)
     assert "Digits of a loss on the board." in why.stdout

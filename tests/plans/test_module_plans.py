@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from module_cases import module_config
 
+from trainctl.config.check import arguments_class, call_function, check_arguments
 from trainctl.config.codec import from_plain, to_plain
-from trainctl.config.function_arguments import arguments_class, call_function, check_arguments
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.hardware import resolve_hardware

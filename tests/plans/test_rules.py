@@ -11,8 +11,7 @@ from plan_cases import config_with, cpus, gpus
 from trainctl.config.keys import find_leaf
 from trainctl.config.schema import DataType, Packing
 from trainctl.errors import Severity
-from trainctl.rules.registry import PLAN_RULES
-from trainctl.rules.resolve import resolve
+from trainctl.rules.resolve import PLAN_RULES, resolve
 
 FP8 = {"precision__compute": "fp8"}
 OFFLOAD = {"zero_stage__stage": 3, "offload__optimizer": "cpu"}
@@ -2011,7 +2010,7 @@ ERRORS = [
         {"deepspeed": {"csv_monitor": {"enabled": True}}},
         gpus(),
         "deepspeed.csv_monitor is trainctl's to set",
-        "use csv in logging.to",
+        "every run has its steps as tables: RUN/steps/attempt-N.csv",
     ),
     ("TC078", {"logging__deepspeed_level": "loud"}, gpus(), "loud", "warning"),
     (

@@ -54,11 +54,12 @@ def test_the_status_is_of_a_finished_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_options")
 def test_the_last_rows_of_the_table_are_written(tmp_path: Path) -> None:
-    run = killed(tmp_path, "logging.to=[csv]")
+    run = killed(tmp_path, "logging.to=[table]")
     append(run, iter([other("evaluation", step=STEPS, loss=2.5)]))
     settle_run(run)
-    table = run.root / "csv" / "evaluation.csv"
+    table = run.root / "table" / "evaluation.csv"
     assert table.read_text().splitlines()[-1].startswith(str(STEPS))
 
 

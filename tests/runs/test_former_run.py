@@ -18,6 +18,8 @@ from commands import trainctl
 
 from trainctl.runs.records import read_events, step_curve
 
+pytestmark = pytest.mark.usefixtures("own_options")
+
 FORMER = Path(__file__).with_name("former_run")
 LOSSES = {
     4: 5.409223914146423,
@@ -47,9 +49,9 @@ def reported_losses(folder: Path) -> dict[int, float]:
     }
 
 
-def sent_to_csv(folder: Path) -> dict[int, float]:
-    trainctl("runs", "sync", "run", "--to", "csv", cwd=folder)
-    with (folder / "run" / "csv" / "train.csv").open(newline="") as stream:
+def sent_to_table(folder: Path) -> dict[int, float]:
+    trainctl("runs", "sync", "run", "--to", "table", cwd=folder)
+    with (folder / "run" / "table" / "train.csv").open(newline="") as stream:
         return {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(stream)}
 
 
@@ -64,7 +66,7 @@ def test_a_run_of_an_earlier_version_is_reported(folder: Path) -> None:
         ("decayed", "undecayed"), steps[5]["learning_rate"]
     )
     assert steps[8]["samples"] == [28, 32] and steps[8]["seconds"]["forward"] == 0.005973
-    assert {step: loss for step, loss in sent_to_csv(folder).items() if step > 3} == LOSSES
+    assert {step: loss for step, loss in sent_to_table(folder).items() if step > 3} == LOSSES
     assert "step 8/8 loss 5.1327" in trainctl("runs", "logs", "run", cwd=folder)
     assert reported_losses(folder) == {step: event["loss"] for step, event in steps.items()}
 
@@ -84,7 +86,7 @@ def test_a_run_of_an_earlier_version_is_resumed(folder: Path) -> None:
     assert {each["attempt"] for each in packed if "row" in each} == {1, 2}, "as they were"
     with (folder / "run" / "steps" / "attempt-3.csv").open(newline="") as stream:
         assert [int(row["step"]) for row in csv.DictReader(stream)] == list(LATER)
-    assert sent_to_csv(folder) == {step: event["loss"] for step, event in steps.items()}
+    assert sent_to_table(folder) == {step: event["loss"] for step, event in steps.items()}
     cursor = json.loads((folder / "run" / "loggers" / "tensorboard.json").read_text())
     assert cursor["step"] == 12 and cursor["points"] == 13 + 4 + 1 and not cursor["problem"]
     assert reported_losses(folder) == {step: event["loss"] for step, event in steps.items()}

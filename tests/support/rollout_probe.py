@@ -14,8 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainctl.engines.process import Process
 from trainctl.train.rollouts import Completion, RolloutRow
 from trainctl.train.rollouts import generate as generation
-from trainctl.train.rollouts.cache import SlotCache, Window
-from trainctl.train.rollouts.generate import Generation, generate
+from trainctl.train.rollouts.generate import Generation, SlotCache, Window, generate
 from trainctl.train.rollouts.sampling import Sampler
 from trainctl.train.session import Session, assemble
 

@@ -16,7 +16,7 @@ from typing import Any
 from trainctl.config.schema import Accelerator
 from trainctl.rules.deepspeed.case import JsonContext
 from trainctl.rules.deepspeed_schema import Key, load
-from trainctl.rules.registry import JSON_RULES
+from trainctl.rules.resolve import JSON_RULES
 from trainctl.rules.rule import LEFT_OUT
 
 RANKS = 2

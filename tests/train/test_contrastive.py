@@ -28,7 +28,7 @@ from trainctl.train.evaluation import scored_together
 from trainctl.train.export.directory import export
 from trainctl.train.models.model import skeleton
 from trainctl.train.objectives.base import Beside, ObjectiveLoss, SeenHiddenStates
-from trainctl.train.objectives.contrastive import pooled
+from trainctl.train.objectives.scores import pooled
 
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 2, 2]])
 LABELS = torch.tensor([[1, 1, 1, 1, 1, IGNORED_LABEL], [1] * 4 + [IGNORED_LABEL] * 2])

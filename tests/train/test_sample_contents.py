@@ -146,7 +146,7 @@ def test_the_command_escapes_what_a_terminal_would_obey(tmp_path, capsys, monkey
     prepare(plan, run)
     monkeypatch.setattr("trainctl.cli.data.find_attempt", lambda path: (run, None))
     monkeypatch.setattr("trainctl.runs.directory.last_attempt", lambda paths: 1)
-    monkeypatch.setattr("trainctl.launchers.trained_text.read_plan", lambda path: plan)
+    monkeypatch.setattr("trainctl.launchers.text_preparation.read_plan", lambda path: plan)
     command.show([str(run.root)], "0", characters=400)
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "red" in out

@@ -12,14 +12,17 @@ from throughput_rows import config_of, hardware_of, plan_of, published_model
 
 from trainctl import api
 from trainctl.launchers.plan_search import compose_search, measured_load
-from trainctl.tuning.experts import BALANCED_BY_BIAS, BALANCED_BY_LOSS, expert_time, rank_load
 from trainctl.tuning.rates import (
+    BALANCED_BY_BIAS,
+    BALANCED_BY_LOSS,
     COLLECTIVE_LATENCY,
     GIGA,
     GROUPED_SHARE,
     LINK_SHARE,
     NETWORK_SHARE,
     device_rates,
+    expert_time,
+    rank_load,
 )
 from trainctl.tuning.space import Space
 from trainctl.tuning.speed import StepTime, step_time

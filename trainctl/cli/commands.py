@@ -33,7 +33,7 @@ COMMANDS = {
     ),
     "trial": (
         TRAIN,
-        "trial:trial",
+        "prove:trial",
         "Compute a step of a run again on other devices, and name a device that differs.",
     ),
     "sweep": (
@@ -49,12 +49,12 @@ COMMANDS = {
     ),
     "watch": (
         TRAIN,
-        "watch:watch",
+        "report:watch",
         "Serve the page of runs, live, from their files alone; the address is printed.",
     ),
     "data": (TRAIN, "data:app", "Show what a run is trained on."),
     "evaluate": (USE, "evaluate:evaluate", "Evaluate a checkpoint on held-out text, or on tasks."),
-    "sample": (USE, "sample:sample", "Continue a text, or answer a message, by a checkpoint."),
+    "sample": (USE, "evaluate:sample", "Continue a text, or answer a message, by a checkpoint."),
     "export": (
         USE,
         "export:export",
@@ -83,7 +83,7 @@ COMMANDS = {
     ),
     "recipes": (
         PLAN,
-        "recipes:recipes",
+        "doctor:recipes",
         "List the recipes, for which hardware each is, and whether this machine can launch it.",
     ),
     "doctor": (

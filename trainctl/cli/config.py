@@ -15,8 +15,7 @@ from trainctl.cli.arguments import AttemptOption, ConfigDir, Json, TargetAndOver
 from trainctl.cli.complete import complete_key
 from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
 from trainctl.config.codec import to_plain
-from trainctl.config.editor import write_schemas
-from trainctl.config.json_schema import option_schema, recipe_schema
+from trainctl.config.json_schema import option_schema, recipe_schema, write_schemas
 from trainctl.config.literal_secrets import without_secrets
 from trainctl.config.overrides import split_target
 from trainctl.config.store import dump_config
@@ -97,7 +96,6 @@ def import_config(
 
 
 def _left_out_lines(imported: ImportResult) -> list[str]:
-    """Return a line for each reason, with the keys that are not carried over for it."""
     lines: dict[tuple[Why, str], list[LeftOutKey]] = {}
     for left in imported.left_out:
         if left.why is not Why.ignored:

@@ -97,7 +97,6 @@ def _seconds_left(history: History, summary: RunSummary) -> float | None:
 
 
 def _event_lines(history: History) -> list[str]:
-    """Return lines for the last evaluation and the last marks."""
     lines = []
     if "loss" in history.evaluations:  # a user's own program may log other values
         step, loss = history.evaluations.last("step"), history.evaluations.last("loss")
@@ -160,7 +159,6 @@ def _cut_line(line: str, columns: int) -> str:
 
 @contextmanager
 def _alternate_screen() -> Iterator[None]:
-    """Switch to the terminal's alternate screen without a cursor, and back at the end."""
     sys.stdout.write("\x1b[?1049h\x1b[?25l")
     try:
         yield

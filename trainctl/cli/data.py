@@ -19,13 +19,17 @@ from trainctl.cli.console import (
     show_findings,
     to_printable,
 )
-from trainctl.cli.trial import suspects
+from trainctl.cli.prove import suspects
 from trainctl.config.overrides import split_target
 from trainctl.config.schema import RunConfig
 from trainctl.errors import TrainctlError
 from trainctl.launchers.planning import compose_target
-from trainctl.launchers.text_preparation import check_text_settings
-from trainctl.launchers.trained_text import find_in_run, planned_samples, samples_of_run
+from trainctl.launchers.text_preparation import (
+    check_text_settings,
+    find_in_run,
+    planned_samples,
+    samples_of_run,
+)
 from trainctl.plans.mixture import SINGLE_SOURCE
 from trainctl.runs.attempts import find_attempt
 from trainctl.runs.directory import open_run
@@ -215,7 +219,6 @@ def _target_text(target: float | str) -> str:
 
 
 def _show_learnt(stretches: Sequence[ChatStretch]) -> None:
-    """Print the lines of a sample, with the text that is learnt highlighted."""
     line: list[tuple[str, bool]] = [("  | ", False)]
     for stretch in stretches:
         for number, text in enumerate(stretch.text.split("\n")):
@@ -235,7 +238,6 @@ def _source_text(passage: Passage) -> str:
 
 
 def _show_dropped(config: RunConfig, *, as_json: bool) -> None:
-    """Print the documents left out of each source, with examples."""
     from trainctl.data.dropped_documents import dropped_by_source, examples_of, without_examples
 
     found = list(dropped_by_source(config))

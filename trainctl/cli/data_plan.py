@@ -220,7 +220,6 @@ def _use_json(use: SourceUse) -> dict[str, Any]:
 
 
 def _print_plan(found: DataPlan) -> None:
-    """Print the table of sources by stage, and a bar for each stage."""
     from rich.table import Table
 
     console = rich_console()
@@ -266,7 +265,6 @@ def _unseen_text(use: SourceUse, count: SourceLength) -> str:
 
 
 def _stage_bar(stage: StageUse, names: list[str], is_terminal: bool) -> Any:
-    """Return the bar of a stage, divided by the sources' shares of its tokens."""
     from rich.text import Text
 
     line = Text(f"{stage.first_step + 1:>12,} ")

@@ -1,4 +1,4 @@
-"""`trainctl doctor`: checks of this machine that start nothing."""
+"""`trainctl doctor` and `trainctl recipes`: what this machine can run; they start nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ import typer
 
 from trainctl import api
 from trainctl.cli.arguments import ConfigDir, Json, TargetAndOverrides
-from trainctl.cli.console import findings_to_json, print_data, print_json, show_findings
+from trainctl.cli.console import (
+    findings_to_json,
+    print_data,
+    print_json,
+    print_table,
+    show_findings,
+)
 from trainctl.errors import ExitCode
-from trainctl.hardware.health import CheckResult
+from trainctl.hardware.host_checks import CheckResult
 
 
 def doctor(
@@ -74,3 +80,17 @@ def _print_uses(uses: Sequence[dict[str, Any]]) -> None:
         if use["is_needed"] and use["difference"] is not None:
             style = "good" if not use["difference"] else "warning" if use["fallback"] else "error"
             print_data(f"  {style:<10}  {use['how']:<8}  {use['name']}", style=style)
+
+
+VERDICTS = {True: "yes", False: "no", None: "perhaps"}
+
+
+def recipes(config_dir: ConfigDir = None, as_json: Json = False) -> None:
+    """List the recipes, for which hardware each is, and whether this machine can launch it."""
+    rows = api.list_recipes(config_dir)
+    if as_json:
+        print_json(rows)
+    else:
+        heads = ("recipe", "what it is", "hardware", "fits here")
+        cells = ((r["name"], r["what"], r["hardware"], VERDICTS[r["fits_here"]]) for r in rows)
+        print_table(heads, cells, whole=(0, 2, 3))

@@ -135,7 +135,6 @@ def _warnings_of(points: Sequence[PlannedPoint]) -> list[Finding]:
 
 
 def _print_budget(planned: PlannedConfig, as_json: bool) -> int:
-    """Show one budget and return the exit code."""
     budget, hardware = planned.budget, planned.hardware
     traced = compare_with_closed_form(planned.traced, planned.plan) if planned.traced else {}
     if as_json:

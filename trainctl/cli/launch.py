@@ -351,7 +351,6 @@ def _show_warnings(run: RunPaths) -> None:
 
 
 def _show_failure(outcome: Outcome) -> None:
-    """Print how the attempt ended, after the end of the log that explains it."""
     if outcome.log_tail:
         print_message(f"the end of {outcome.log}:")
         for line in outcome.log_tail:
@@ -361,7 +360,6 @@ def _show_failure(outcome: Outcome) -> None:
 
 
 def _show_resume_hint(run: RunPaths, made: RunPlan) -> None:
-    """Print, as the last line, how to continue a launch that ended early."""
     if made.config.trains_itself:
         print_message(ResumePoint.of(run).sentence(run))
     else:

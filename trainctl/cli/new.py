@@ -11,7 +11,7 @@ import typer
 
 from trainctl.cli.arguments import register_config_dir
 from trainctl.cli.console import print_data, print_message
-from trainctl.config.editor import write_schemas
+from trainctl.config.json_schema import write_schemas
 from trainctl.config.registry import trust_folder
 from trainctl.errors import TrainctlError
 from trainctl.examples.parts import write_part

@@ -144,8 +144,6 @@ class LiveLine:
 
 
 class _StreamAboveLine:
-    """A terminal stream that writes above the live line."""
-
     def __init__(self, stream: TextIO, line: LiveLine) -> None:
         self._stream = stream
         self._line = line

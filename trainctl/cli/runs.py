@@ -188,7 +188,6 @@ def _ask_scheduler(
 
 
 def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
-    """Print the last lines that a launch shows of the attempt's records."""
     stop_step = _stop_step(attempt)
     shown: list[str] = []  # newest first
     for event in events_from_end(run.events):
@@ -204,7 +203,6 @@ def _show_records(run: RunPaths, attempt: AttemptPaths, most: int) -> None:
 
 
 def _stop_step(attempt: AttemptPaths) -> int | None:
-    """Return the step at which the attempt's plan ends; None if the plan cannot be read."""
     try:
         return read_plan(attempt.plan).stop_step
     except (OSError, ValueError, TrainctlError):
@@ -297,7 +295,6 @@ def follow(run: Run = None) -> None:
 
 
 def _can_redraw() -> bool:
-    """Return True if stdout is a terminal that can be redrawn."""
     return sys.stdout.isatty() and os.environ.get("TERM") not in PLAIN_TERMINALS
 
 
@@ -322,7 +319,7 @@ def sync(
 
     On any machine that sees the run. A step that was sent is not sent again.
 
-    Example: trainctl runs sync runs/NAME --to csv
+    Example: trainctl runs sync runs/NAME --to wandb
     """
     for name in to or []:
         if name not in (ALERTS, MIRROR):
@@ -435,7 +432,6 @@ def _show_failure(failure: Event) -> None:
 
 
 def _may_still_log(run: RunPaths, attempt: AttemptPaths) -> bool:
-    """Return True if the logs of this attempt may still grow."""
     return last_attempt(run) == attempt.number and summarise_run(run).is_live
 
 

@@ -167,7 +167,6 @@ class SweepView(SweepObserver):
 
 
 def _show(folder: Path, *, as_json: bool) -> None:
-    """Print the results: values, state and losses of each run; the best is marked."""
     found = sweep_results(folder)
     scores = {r.index: r.held_out_loss for r in found if r.held_out_loss is not None}
     best = min(scores, key=lambda index: scores[index]) if scores else None

@@ -11,9 +11,9 @@ from trainctl.config.registry import packaged_folders
 from trainctl.config.schema import GROUPS, LIST_GROUPS
 from trainctl.config.suggest import (
     UNSUPPORTED_OPTIONS,
-    VARIANTS,
     did_you_mean,
     nearest_names,
+    variant_hint,
 )
 from trainctl.config.yaml_files import leading_comment, read_document
 from trainctl.errors import Finding, Severity, TrainctlError
@@ -201,9 +201,7 @@ def unknown_option(
     names = option_names(folders, group)
     if option.lower() in UNSUPPORTED_OPTIONS.get(group, ()):
         hint = f"trainctl does not have {option}."
-    elif variant := VARIANTS.get(group, {}).get(option.lower().replace("-", "_")):
-        hint = f"{option} is {variant}."
-    else:
+    elif not (hint := variant_hint(group, option)):
         form = "[{}]" if group in LIST_GROUPS else f"{count}{{}}"
         hint = did_you_mean(
             [f"{group}={form.format(name)}" for name in nearest_names(option, names)]
@@ -311,7 +309,6 @@ def _read_recipe_info(path: Path, folder: Folder, folders: list[Folder]) -> Reci
 
 
 def _declared_hardware(name: str, folders: list[Folder]) -> str:
-    """Return the hardware that a recipe, or the one it extends, is declared for."""
     option = chosen_options(folders, name).get("hardware") or OPEN
     nodes, devices = _declared_devices(name, folders, frozenset())
     if option == OPEN:

@@ -211,7 +211,6 @@ def _finish_composition(
 
 
 def _out_of_range(stack: Stack) -> Iterator[Finding]:
-    """Yield values outside the range that their key has under the chosen kind."""
     for key, leaf in leaves_under(stack.plain).items():
         with suppress(KeyError):  # a value that was not accepted
             problem = range_problem(leaf.metadata, value_at(stack.plain, key))
@@ -450,7 +449,6 @@ def _last_source(stack: Stack, key: str) -> str:
 def _directory_finding(
     stack: Stack, key: str, message: str, hint: str, *, is_error: bool = False
 ) -> Finding:
-    """Return the finding on a key that the model's directory has too."""
     return Finding(
         rule=NOT_THE_DIRECTORYS if is_error else NO_EFFECT,
         key=key,

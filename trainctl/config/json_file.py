@@ -91,8 +91,6 @@ class _Unreadable(Exception):
 
 
 class _Parser:
-    """Recursive-descent parser of one text."""
-
     def __init__(self, text: str, shown: str) -> None:
         self.text, self.shown = text, shown
         self.at = 0

@@ -2,10 +2,17 @@
 
 They help while typing and accept everything that `trainctl validate` accepts: a reference such as
 ``${training.steps}`` may replace any value, and the options of a group are suggestions.
+
+In a user's folder they are files that an editor finds by the first line of a YAML file: the YAML
+language server (VS Code's YAML extension, and others) reads a comment that names a schema, relative
+to the YAML file. `DIR/.trainctl/` has one schema of recipes, and one of each group of options that
+the folder has. They list the options of the folder as it was when they were written.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import types
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -18,6 +25,7 @@ from trainctl.config.quantities import suffix_pattern
 from trainctl.config.registry import kind_key, list_kinds
 from trainctl.config.schema import GROUPS, LIST_GROUPS, RunConfig
 from trainctl.config.suggest import did_you_mean, nearest_names
+from trainctl.config.yaml_files import SCHEMA_COMMENT
 from trainctl.errors import TrainctlError
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -91,7 +99,6 @@ def _section_schema(name: str) -> dict[str, Any]:
 
 
 def _property_schemas(keys: list[Leaf], prefix: str) -> dict[str, Any]:
-    """Return the schemas of all keys under a prefix, nested sections included."""
     found: dict[str, Any] = {}
     for leaf in keys:
         name, dot, _ = leaf.key.removeprefix(prefix).partition(".")
@@ -230,3 +237,43 @@ def _defaults_list_schema(config_dir: Path | None) -> dict[str, Any]:
             ]
         },
     }
+
+
+RECIPES = "recipe"
+
+
+def write_schemas(folder: Path) -> list[Path]:
+    """Write the schemas of a folder with `conf/` and `recipes/`, and return their files."""
+    groups = [group for group in (*GROUPS, *LIST_GROUPS) if (folder / "conf" / group).is_dir()]
+    return [_write_schema(folder, name, folder) for name in (RECIPES, *groups)]
+
+
+def link_recipe(path: Path, config_dir: Path | None) -> str:
+    """Write the schema of recipes beside a recipe, or beside its `recipes/`; return its comment."""
+    folder = path.absolute().parent
+    folder = folder.parent if folder.name == "recipes" else folder
+    _write_schema(folder, RECIPES, config_dir)
+    return schema_comment(path, folder, RECIPES)
+
+
+def schema_comment(path: Path, folder: Path, name: str) -> str:
+    """Return the line of a YAML file that names its schema in the folder.
+
+    Args:
+        name: A group, or `RECIPES`.
+    """
+    schema = os.path.relpath(_schema_file(folder, name), path.absolute().parent)
+    return f"{SCHEMA_COMMENT}{schema}\n"
+
+
+def _write_schema(folder: Path, name: str, config_dir: Path | None) -> Path:
+    schema = recipe_schema(config_dir) if name == RECIPES else option_schema(name)
+    renew = "To renew it: trainctl config schema --config-dir DIR --write"
+    path = _schema_file(folder, name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"$comment": renew, **schema}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _schema_file(folder: Path, name: str) -> Path:
+    return folder / ".trainctl" / f"{name}.schema.json"

@@ -24,7 +24,12 @@ from trainctl.config.registry import (
     unit_groups,
 )
 from trainctl.config.schema import RunConfig
-from trainctl.config.suggest import explain_address, join_alternatives, nearest_names
+from trainctl.config.suggest import (
+    explain_address,
+    join_alternatives,
+    nearest_names,
+    variant_hint,
+)
 
 LARGEST_INTEGER = 2**63 - 1
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -174,7 +179,6 @@ def option_leaves(group: str, name: str) -> dict[str, Leaf]:
 
 
 def _leaves_in(section: Any, prefix: str = "") -> dict[str, Leaf]:
-    """Return the keys of one section, by name under the prefix."""
     hints = attribute_types(section.__class__)
     found = (
         Leaf(
@@ -477,6 +481,10 @@ def _require_names(leaf: Leaf, value: Any, text: str | None) -> Any:
     if get_origin(leaf.hint) is not list:
         return _require_name(leaf.choices, value, text)
     written = _convert(leaf.hint, value, text, leaf.default)
+    for name in written:
+        hint = variant_hint(leaf.metadata["units"], name)
+        if hint and name not in leaf.choices:
+            raise ValueProblem(f"{name!r} is not a legal value", hint)
     accepted = [_require_name(leaf.choices, name, None) for name in written]
     once = list(dict.fromkeys(accepted))
     if len(once) < len(accepted):

@@ -115,7 +115,6 @@ class Stack:
         node.pop(setting.path[-1], None)
 
     def _unknown_removals(self, settings: Sequence[Setting]) -> Iterator[Finding]:
-        """Yield a finding for each setting that removes a section which is not there."""
         for setting in settings:
             above, _, name = setting.key.rpartition(".")
             is_typed = setting.text is not None  # else a section that a whole one replaces
@@ -134,7 +133,6 @@ class Stack:
                     )
 
     def _reset_alternatives(self, keys: Sequence[str], instead: Setting) -> Iterator[Finding]:
-        """Reset the keys that an alternative replaces to their defaults."""
         for key in keys:
             leaf, value = leaves()[key], self.layers[key][-1].value if self.is_set(key) else None
             if value is None or leaf.default is not None:  # fractions yield silently

@@ -137,13 +137,11 @@ def _unreadable_weights(model: ModelConfig, folder: Path) -> list[Finding]:
 
 
 def _find_family(kind: str) -> Any:
-    """Return the spec of the family with this `model_type`; None if there is none."""
     spec = load_spec("model", kind) if kind in list_kinds("model") else None
     return None if spec is None or spec.is_directory else spec
 
 
 def _expresses_whole_file(family: Any, raw: Mapping[str, Any]) -> bool:
-    """Whether the keys of a family express everything in the file."""
     form, scaling = family.directory, mapping_or_empty(raw.get("rope_scaling"))
     rope = raw.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
     is_plain = all(raw.get(key, value) == value for key, value in form.plain.items())

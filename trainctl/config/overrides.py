@@ -209,7 +209,6 @@ def _choose_option(
 def _choose_options(
     group: str, value: Any, text: str, folders: list[Folder], result: Overrides
 ) -> None:
-    """Choose any number of a group's options."""
     known = option_names(folders, group)
     wanted = [str(each) for each in (value if isinstance(value, list) else [value])]
     wrong = [unknown_option(folders, group, each, text) for each in wanted if each not in known]

@@ -22,6 +22,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 from trainctl.config.extras import install_command
+from trainctl.config.suggest import variant_hint
 from trainctl.errors import MachineError, TrainctlError, describe_exception
 from trainctl.models.local_path import local_path
 
@@ -207,7 +208,8 @@ def load_spec(group: str, name: str) -> Any:
     if source is None:
         raise MachineError(
             f"{group} has no kind {name!r} here",
-            hint=f"it has {', '.join(list_kinds(group))}; a package that brings another must be "
+            hint=variant_hint(group, name)
+            or f"it has {', '.join(list_kinds(group))}; a package that brings another must be "
             "installed on every machine of the run, and a folder of yours be named again: "
             f"`trainctl --trust-code ... --config-dir DIR`, or {FOLDER_VARIABLE}=DIR/options",
         )

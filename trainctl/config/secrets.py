@@ -250,6 +250,5 @@ def _holds_variables(key: str) -> bool:
 
 
 def _has_secret_name(value: str) -> bool:
-    """Whether a mapping, as typed, has a secret name in it."""
     names = re.findall(r"([\w.\-]+)['\"]?\s*:(?!//)", value) if "{" in value else ()
     return any(map(is_secret_name, names))

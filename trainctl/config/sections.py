@@ -167,7 +167,6 @@ def drop_foreign_keys(stack: Stack, typed: Set[str], recipe: str | None) -> Iter
 
 
 def _mapping_entries(stack: Stack, key: str) -> list[str]:
-    """Return the keys inside a mapping, which are set one by one."""
     if not leaves()[key].is_mapping:
         return []
     return [each for each in stack.layers if each.startswith(f"{key}.")]
@@ -182,7 +181,6 @@ def _set_checked(section: dict[str, Any], leaf: Leaf, value: Any, source: str) -
 
 
 def _is_extended_recipe(source: str, recipe: str | None) -> bool:
-    """Whether the source is a recipe that the chosen recipe extends."""
     file = PurePath(source.rpartition(":")[0])
     return file.stem != recipe and file.parent.name not in GROUPS
 

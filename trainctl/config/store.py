@@ -10,6 +10,7 @@ import yaml
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.reading import read_bytes
+from trainctl.config.registry import list_kinds
 from trainctl.config.schema import DataConfig, RunConfig, walk_leaves
 from trainctl.config.suggest import first_line
 from trainctl.config.yaml_files import compose_bounded
@@ -51,8 +52,13 @@ def load_config(path: Path) -> RunConfig:
 
 def with_former_values(config: Any) -> Any:
     """Return a saved configuration in which keys of `data` that its version did not have get what
-    that version did (`former` of `option`), so that a run goes on as it began.
+    that version did (`former` of `option`), so that a run goes on as it began. The logger `csv`,
+    which is no more, is left out (docs/decisions/061).
     """
+    logging = config.get("logging") if isinstance(config, dict) else None
+    if isinstance(logging, dict) and isinstance(logging.get("to"), list):
+        kept = [name for name in logging["to"] if name != "csv" or name in list_kinds("logger")]
+        config = {**config, "logging": {**logging, "to": kept}}
     data = config.get("data") if isinstance(config, dict) else None
     if not isinstance(data, dict):
         return config

@@ -76,9 +76,12 @@ VARIANTS = {
         "gspo": "objective=grpo objective.ratio=sequence",
         "rloo": "objective=grpo objective.advantage=leave_one_out objective.normalize_by=length",
         "rm": "objective=reward",
-    }
+    },
+    "logger": {"csv": "what every run has: its steps are the tables RUN/steps/attempt-N.csv"},
 }
-"""Options of other trainers that are settings of an option here, by group."""
+"""Options of other trainers that are settings of an option here, and options of earlier versions,
+by group.
+"""
 
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 LONGEST = 100
@@ -92,6 +95,12 @@ def nearest_names(typed: str, names: Iterable[str], count: int = 3) -> list[str]
     close = get_close_matches(fold, by_fold, n=count, cutoff=0.6)
     starts = [name for name in by_fold if fold and name.startswith(fold)]
     return [by_fold[name] for name in dict.fromkeys([*close, *starts])][:count]
+
+
+def variant_hint(group: str, option: str) -> str:
+    """Return what there is here in place of an option of `VARIANTS`; empty for any other."""
+    variant = VARIANTS.get(group, {}).get(option.lower().replace("-", "_"))
+    return f"{option} is {variant}." if variant else ""
 
 
 def nearest_keys(typed: str, keys: Iterable[str], groups: Iterable[str]) -> list[str]:

@@ -28,8 +28,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.template_fields import CALLS, TOOLS, with_stand_in_name, with_stand_ins
-from trainctl.data.template_rendering import RefusedByTemplate, Spans, render
+from trainctl.data.template_rendering import (
+    CALLS,
+    TOOLS,
+    RefusedByTemplate,
+    Spans,
+    render,
+    with_stand_in_name,
+    with_stand_ins,
+)
 from trainctl.data.tokenizer import disable_truncation
 from trainctl.errors import TrainctlError
 from trainctl.models.tokenizer_files import (
@@ -584,7 +591,6 @@ def _with_arguments_as_text(message: Message) -> Message:
 
 
 def _conversation_in_words(messages: Sequence[Message]) -> str:
-    """Describe a conversation by its first words, for an error message."""
     texts: Iterator[str] = (str(each.get("content") or "") for each in messages)
     first = next((text for text in texts if text), "")
     return f"the conversation that begins {first!r:.60}"

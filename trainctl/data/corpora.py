@@ -1,4 +1,4 @@
-"""The corpora of a run, one per source, by name. No torch.
+"""The corpora of a run, one per source, by name, and by which files they differ. No torch.
 
 The only source of a run is named `plan.mixture.SINGLE_SOURCE`. Its record is stored as in versions
 without mixtures: `corpus.json` is that corpus itself.
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trainctl.config.schema import DataConfig, DataExecutor, RunConfig
 from trainctl.data.cache_files import ignore_message
-from trainctl.data.changed_files import describe_changed_files
 from trainctl.data.corpus import CorpusBuilder, build_users_corpus, can_tokenize_in_parts
-from trainctl.data.corpus_record import Corpus
+from trainctl.data.corpus_record import FILES, Corpus
 from trainctl.data.executors import executor_of
 from trainctl.data.streaming.corpora import open_remote_corpora
 from trainctl.data.tasks import PreparationProgress, Progress, ignore_progress
@@ -27,8 +28,95 @@ from trainctl.data.tokenizer import Encoder, Tokenizer, encoder_of
 from trainctl.errors import RunStateError, TrainctlError
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
 from trainctl.readers.check import with_source_keys
+from trainctl.readers.files import split_files
 from trainctl.readers.remote import Notify
 from trainctl.runs.files import write_json
+
+_AT_ONCE = 1 << 20
+"""Tokens of both corpora that are compared at once."""
+
+
+def describe_changed_files(
+    before: Corpus, now: Corpus, section: DataConfig | None, read_at: float
+) -> str:
+    """Name the first file that differs, with what is known of it; empty if nothing is known.
+
+    Args:
+        section: The source of `now`. Without the tokens of `before` its files that were written
+            since `read_at` are named.
+        read_at: Time at which the run last read the files, in seconds.
+    """
+    try:
+        found = [*_differing_files(before, now)]
+    except (TrainctlError, OSError, ValueError, IndexError):  # the cache has lost it
+        found = []
+    found = found or [*_written_since(section, read_at)]
+    more = f", and {len(found) - 1:,} more files differ" if len(found) > 1 else ""
+    return found[0] + more if found else ""
+
+
+def _differing_files(before: Corpus, now: Corpus) -> Iterator[str]:
+    """Yield what differs of each file: its presence, its size, or else the first other text."""
+    old, new = _sizes(before), _sizes(now)
+    is_known = bool(old and new)
+    yield from (f"{file} is gone" for file in old if is_known and file not in new)
+    yield from (f"{file} is new" for file in new if is_known and file not in old)
+    equal = 0
+    for file in old:
+        if file in new and old[file] != new[file]:
+            documents, tokens = new[file]
+            yield (
+                f"{file} has {documents:,} documents of {tokens:,} tokens, and had "
+                f"{old[file][0]:,} of {old[file][1]:,}"
+            )
+        equal += old[file] == new.get(file)
+    if is_known and equal == len(old) == len(new):
+        yield from _first_other_text(before, now)
+
+
+def _sizes(corpus: Corpus) -> dict[str, tuple[int, int]]:
+    """Return documents and tokens of each file; empty if the corpus has no origins."""
+    origins = [(split, corpus.origin(split)) for split in (corpus.train, corpus.held_out)]
+    if any(origin is None for split, origin in origins if split.documents):
+        return {}
+    files = json.loads((Path(corpus.folder) / FILES).read_bytes())
+    sizes = np.zeros((2, len(files)), dtype=np.int64)
+    for split, origin in origins:
+        if origin is not None and len(origin):
+            lengths = np.diff(corpus.ends(split).astype(np.int64), prepend=0)
+            numbers = origin["file"].astype(np.int64)
+            sizes[0] += np.bincount(numbers, minlength=len(files))
+            sizes[1] += np.bincount(numbers, lengths, len(files)).astype(np.int64)
+    return {str(file): (int(d), int(t)) for file, d, t in zip(files, *sizes, strict=True)}
+
+
+def _first_other_text(before: Corpus, now: Corpus) -> Iterator[str]:
+    """Yield the place of the first document with other ids."""
+    files = json.loads((Path(now.folder) / FILES).read_bytes())
+    for old, new in ((before.train, now.train), (before.held_out, now.held_out)):
+        left, right = before.stored(old), now.stored(new)
+        for start in range(0, min(old.tokens, new.tokens), _AT_ONCE):
+            a, b = left[start : start + _AT_ONCE], right[start : start + _AT_ONCE]
+            size = min(len(a), len(b))
+            if (others := np.flatnonzero(a[:size] != b[:size])).size:
+                place = start + int(others[0])
+                document = int(np.searchsorted(now.ends(new), np.uint64(place), side="right"))
+                origin = now.origin(new)
+                assert origin is not None
+                file, line = origin[document].tolist()
+                yield f"{files[file]}{f':{line}' if line else ''} has other text"
+                return
+
+
+def _written_since(section: DataConfig | None, read_at: float) -> Iterable[str]:
+    try:
+        files = split_files(section) if section is not None else None
+    except TrainctlError:
+        return
+    for file in (*files.train, *files.held_out) if files is not None else ():
+        if isinstance(file, Path) and file.stat().st_mtime > read_at:
+            yield f"{file} was written after the run had read it"
+
 
 Corpora = dict[str, Corpus]
 
@@ -45,7 +133,6 @@ class _TotalProgress:
         self._progress, self._before, self._last = progress, 0, 0
 
     def start_source(self) -> None:
-        """Start counting the next source."""
         self._before, self._last = self._before + self._last, 0
 
     def __call__(self, progress: PreparationProgress) -> None:

@@ -40,9 +40,8 @@ from trainctl.data.document_selection import (
 from trainctl.data.executors import Executor
 from trainctl.data.executors.local import INLINE, LOCAL, LocalExecutor
 from trainctl.data.pretokenized_corpus import chunks_in_place
-from trainctl.data.prompts import KeptRecords
 from trainctl.data.store import DamagedPart, TokenStore, files_in_order
-from trainctl.data.targets import TargetLayout
+from trainctl.data.targets import KeptRecords, TargetLayout
 from trainctl.data.task_workers import run_tasks
 from trainctl.data.tasks import Progress, Task, ignore_progress
 from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask

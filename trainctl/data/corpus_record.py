@@ -67,7 +67,7 @@ class Split:
     targets_blocks: tuple[int, ...] = ()
     target_width: int = 0
     records: str = ""
-    """Name of the file with a line of JSON for each document (`data.prompts`); empty without."""
+    """Name of the file with a line of JSON for each document (`data.targets`); empty without."""
     records_blocks: tuple[int, ...] = ()
     records_bytes: int = 0
 

@@ -165,7 +165,6 @@ class _CheckedFile:
     _checksum: int = 0
 
     def write(self, raw: memoryview) -> None:
-        """Append bytes."""
         with convert_write_errors(self.folder):
             self.stream.write(raw)
         self.sha256.update(raw)
@@ -192,8 +191,6 @@ class _CheckedFile:
 
 @dataclass(slots=True)
 class _SplitWriter:
-    """One split of a corpus while it is written."""
-
     name: str
     files: Mapping[str, _CheckedFile]
     """Files by their endings: bin, ends, and origin, targets and records if the corpus has them."""
@@ -204,7 +201,6 @@ class _SplitWriter:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, chunk: Chunk, dtype: str) -> None:
-        """Append documents."""
         if chunk.span is not None:
             self.spans.append(chunk.span)
         else:
@@ -382,7 +378,6 @@ def bad_text(store: TokenStore, tasks: Sequence[Task], files: TextFiles) -> BadT
 def _select_documents(
     ids: npt.NDArray[np.integer], ends: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
-    """Return ids and ends of the chosen documents."""
     if chosen.all():
         return ids, ends
     lengths = np.diff(ends, prepend=0)

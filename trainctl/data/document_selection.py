@@ -106,7 +106,6 @@ def selection_digest(
 
 
 def _text_settings(section: DataConfig) -> list[Any]:
-    """Return the settings of a section that change its texts."""
     return [document_identity(section), section.on_bad_text.value, section.max_bytes]
 
 
@@ -300,7 +299,6 @@ def _dropped_examples(
     name: str,
     task_of: Mapping[tuple[str, str], tuple[TokenizedSource, Task]],
 ) -> dict[str, Any]:
-    """Return a source's examples of dropped documents, and how to read their texts."""
     by_reason = selection.examples.get(name, {})
     every = [each for some in by_reason.values() for each in some]
     named = {(each.source, each.part) for each in every}

@@ -143,7 +143,6 @@ def plan_data(plan: RunPlan, counts: Mapping[str, SourceLength]) -> DataPlan:
 
 
 def _tokens_of_epoch(tokens: Mapping[str, int], length: int) -> dict[str, int]:
-    """Return the tokens of one epoch of each source in samples of this length."""
     return {name: samples_in(count, length) * length for name, count in tokens.items()}
 
 
@@ -262,7 +261,6 @@ def _epochs_before(
     tokens: Mapping[str, int],
     step: int,
 ) -> float:
-    """Return the number of epochs of a source before a step."""
     epochs = 0.0
     for stage in stages:
         if step > stage.first_step:
@@ -308,7 +306,6 @@ def _find_wrong_amounts(
 
 
 def _explain_no_draws(config: RunConfig, everything: int) -> str:
-    """Explain why a source with a weight is never drawn from."""
     data = config.data
     if data.stages and all(stage.weights is not None for stage in data.stages):
         return "every stage has weights of its own, and not of it"

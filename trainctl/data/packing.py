@@ -199,8 +199,6 @@ def pack_pieces(pieces: Pieces, length: int) -> Bins:
 
 
 class _BinsByFreeSpace:
-    """Bin numbers indexed by their remaining room."""
-
     def __init__(self) -> None:
         self._bins: dict[int, list[Array]] = {}
         self._rooms: list[int] = []

@@ -31,8 +31,6 @@ _AT_ONCE = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class _DocumentRange:
-    """Consecutive documents of a file."""
-
     first: int
     end: int
     """Position in the file, one past the last token."""
@@ -161,7 +159,6 @@ def _id_sample(ids: npt.NDArray[np.integer], limit: int) -> npt.NDArray[np.integ
 def _find_other_tokenizers(
     config: DataConfig, tokenizer: Tokenizer, opened: Sequence[Tokenized]
 ) -> Iterator[Finding]:
-    """Find files whose metadata names a tokenizer other than the run's."""
     file = tokenizer.file
     own = set(file.absolute().parts) if file else set()
     stated = getattr(config, "made_with", None)

@@ -225,7 +225,6 @@ class _RewardProcess:
             ) from None
 
     def score(self, answer: SampledAnswer) -> float | str | None:
-        """Return the reward of an answer, or as text why it has failed."""
         columns = {**answer.columns, ANSWER_TOKENS: answer.tokens}
         question = {"prompt": answer.prompt, "answer": answer.text, "columns": columns}
         try:

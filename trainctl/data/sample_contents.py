@@ -351,7 +351,6 @@ class _FilePlaces:
         return str(file), line
 
     def _all_places(self) -> list[tuple[File, int | None]]:
-        """Return file and line of every training document."""
         places = spec_of(self._config).places
         is_divided = self._files.by_document or self._config.on_bad_text is OnBadText.skip
         if places is None or is_divided:

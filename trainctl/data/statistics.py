@@ -92,7 +92,6 @@ def corpus_statistics(
 
 
 def _source_texts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, SourceText]:
-    """Return the tokenized text of each source."""
     if config.data.factory is not None:
         raise TrainctlError("data.factory gives its texts when a run starts, and no earlier")
     for name, section in sources_of(config.data).items():
@@ -118,7 +117,6 @@ _RANGE_TOKENS = 1 << 26
 def _hash_in_tasks(
     sources: Mapping[str, SourceText], executor: Executor, folder: Path, progress: Progress
 ) -> dict[str, Hashes]:
-    """Return the hashes of each source's documents, from tasks that write them to a folder."""
     files: dict[str, list[Path]] = {}
     tasks, sizes = [], {}
     for number, (name, source) in enumerate(sources.items()):

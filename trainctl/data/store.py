@@ -44,8 +44,7 @@ import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig
 from trainctl.data.cache_files import convert_write_errors, map_array, write_synced
-from trainctl.data.prompts import RECORDS, KeptRecords
-from trainctl.data.targets import NO_TARGETS, TARGET, TargetLayout, targets_of
+from trainctl.data.targets import NO_TARGETS, RECORDS, TARGET, KeptRecords, TargetLayout, targets_of
 from trainctl.data.tasks import Claims, FileRange, Task, plan_tasks
 from trainctl.data.tokenizer import Encoder, dtype_for, encode_documents
 from trainctl.errors import TrainctlError
@@ -462,7 +461,6 @@ def _content_digest(task: Task, counts_lines: bool) -> tuple[str, list[int]]:
 
 
 def _file_blocks(file: File, start: int, end: int) -> Iterator[bytes]:
-    """Yield the bytes of a range of a file."""
     with file.open("rb") as stream:
         stream.seek(start)
         while start < end and (block := stream.read(min(_BLOCK, end - start))):

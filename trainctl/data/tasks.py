@@ -136,7 +136,6 @@ def _file_range(file: File, start: int = 0, end: int | None = None) -> FileRange
 
 
 def _range_from_plain(name: str, size: int, version: str, start: int, end: int | None) -> FileRange:
-    """Create a piece from `FileRange.to_plain`'s result."""
     file = RemoteFile(name, size, version) if is_url(name) else Path(name)
     return FileRange(file, size, version, start, end)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import OnBadText, RunConfig
-from trainctl.data.template_fields import CALLS, REASONING, has_fields
+from trainctl.data.template_rendering import CALLS, REASONING, has_fields
 from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.options.data._records import TemplateConfig
 from trainctl.plans.mixture import keyed_sources

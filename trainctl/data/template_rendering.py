@@ -14,7 +14,7 @@ import pickle
 import resource
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from trainctl.child_processes import Channel, NoReply, ReplyTimeout, parse_object, serve
 from trainctl.errors import TrainctlError
+from trainctl.readers.conversations import Message
 
 SECONDS = 10.0
 """Time limit for one text: far more than the slowest machine needs, as a text takes a
@@ -60,8 +61,6 @@ class RefusedByTemplate(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Renderer:
-    """The forked process that renders."""
-
     owner: int
     """Process id of the parent. Another process forks its own renderer."""
     pid: int
@@ -125,7 +124,6 @@ def _limit_error(what: str) -> TrainctlError:
 
 
 def _get_renderer() -> _Renderer:
-    """Return this process's renderer, and fork it first if there is none."""
     global _renderer
     if _renderer is None or _renderer.owner != os.getpid():
         ours, its = socket.socketpair()
@@ -189,3 +187,50 @@ def _render_request(request: bytes) -> dict[str, Any]:
 
 def _most_characters(request: bytes) -> int:
     return CHARACTERS + CHARACTERS_FOR_BYTE * len(request)
+
+
+CALLS, REASONING, SYSTEM, TOOLS = "tool calls", "reasoning", "a system message", "tools"
+"""Kinds of fields that a template may leave out."""
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+
+def has_fields(messages: Sequence[Message], tools: Collection[Any]) -> bool:
+    """Return True if a conversation has fields that some templates leave out."""
+    kinds: list[str] = [TOOLS] if tools else []
+
+    def stand_in(kind: str) -> str:
+        kinds.append(kind)
+        return ""
+
+    for message in messages:
+        with_stand_ins(message, stand_in)
+    return bool(kinds)
+
+
+def with_stand_ins(message: Message, stand_in: Callable[[str], str]) -> Message:
+    """Replace each field of a message that a template may leave out by a text to look for."""
+    found = dict(message)
+    for key in _REASONING_KEYS:
+        if found.get(key):
+            found[key] = stand_in(REASONING)
+    content = found.get("content") or ""
+    head, end, rest = content.partition("</think>")
+    if end and message["role"] == "assistant":
+        opening, begin, _ = head.rpartition("<think>")
+        found["content"] = f"{opening}{begin}{stand_in(REASONING)}{end}{rest}"
+    elif content and message["role"] in ("system", "developer"):
+        found["content"] = stand_in(SYSTEM)
+    if found.get("tool_calls"):
+        found["tool_calls"] = [
+            with_stand_in_name(call, CALLS, stand_in) for call in found["tool_calls"]
+        ]
+    return found
+
+
+def with_stand_in_name(call: Any, kind: str, stand_in: Callable[[str], str]) -> Any:
+    """Replace the name of a tool call, or of a tool's schema, by a text to look for."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": with_stand_in_name(call["function"], kind, stand_in)}
+    return {**call, "name": stand_in(kind)}

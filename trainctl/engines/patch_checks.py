@@ -15,7 +15,7 @@ from trainctl.engines.deepspeed.patches import DEEPSPEED
 from trainctl.engines.library_patches import TORCH, TORCHAO, TRANSFORMERS
 from trainctl.engines.patches import ProcessKind, compare_with_installed
 from trainctl.errors import Finding, TrainctlError
-from trainctl.hardware.health import CheckResult
+from trainctl.hardware.host_checks import CheckResult
 
 TABLES = (DEEPSPEED, TRANSFORMERS, TORCH, TORCHAO)
 

@@ -11,7 +11,7 @@ from shlex import join
 
 import yaml
 
-from trainctl.config.editor import schema_comment
+from trainctl.config.json_schema import schema_comment
 from trainctl.config.registry import list_shipped
 from trainctl.errors import TrainctlError
 

@@ -1,4 +1,8 @@
-"""Checks of a host: its memory limits (of the system or a container) and network interfaces."""
+"""Checks of this machine that can fail a run, for launches and `trainctl doctor`.
+
+Here are those of a host: its memory limits (of the system or a container) and network interfaces.
+No check imports torch.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,8 +21,10 @@ from trainctl.config.quantities import memory_text
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
+from trainctl.hardware import builds, devices, host_checks, packages, storage
 from trainctl.hardware.devices import Machine, this_machine
 from trainctl.hardware.facts import Hardware, error_finding, warning_finding
+from trainctl.hardware.packages import check_kernels
 from trainctl.hardware.resolve import falls_short
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -174,3 +181,56 @@ def _matches_interface(entry: str, names: set[str]) -> bool:
     if entry.startswith("="):
         return entry[1:] in names
     return any(name.startswith(entry) for name in names)
+
+
+Check = Callable[[RunConfig, Hardware], Iterable[str | Finding]]
+"""A check yields a text for what is well, and a finding for what is wrong."""
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("packages", packages.check_requirements),
+    ("extras", packages.check_extras),
+    ("loggers", packages.check_loggers),
+    ("bytecode", packages.check_bytecode_cache),
+    ("torch", packages.check_torch_build),
+    ("devices", devices.check_devices),
+    ("visible devices", devices.check_visible_devices),
+    ("number formats", devices.check_number_formats),
+    ("kernels", check_kernels),
+    ("compiler", builds.check_compiler),
+    ("libaio", builds.check_libaio),
+    ("unfinished builds", builds.check_build_locks),
+    ("CUDA toolkit", builds.check_cuda_toolkit),
+    ("shared memory", host_checks.check_shared_memory),
+    ("locked memory", host_checks.check_locked_memory),
+    ("host memory", host_checks.check_host_memory),
+    ("NVMe", storage.check_nvme),
+    ("caches", storage.check_root_caches),
+    ("network", host_checks.check_interfaces),
+)
+"""Names and checks in the order of their output."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """Result of one check; without facts and findings the plan needs nothing of the kind."""
+
+    name: str
+    facts: tuple[str, ...]
+    """Texts about what is well."""
+    findings: tuple[Finding, ...]
+
+
+def examine_machine(config: RunConfig, hardware: Hardware) -> list[CheckResult]:
+    """Run all checks of this machine for a plan on `hardware` (from `resolve_hardware`)."""
+    examined = []
+    for name, check in CHECKS:
+        found = list(check(config, hardware))
+        facts = tuple(each for each in found if isinstance(each, str))
+        findings = tuple(each for each in found if isinstance(each, Finding))
+        examined.append(CheckResult(name, facts, findings))
+    return examined
+
+
+def preflight(config: RunConfig, hardware: Hardware) -> list[Finding]:
+    """Find what this machine lacks for a local launch."""
+    return [finding for each in examine_machine(config, hardware) for finding in each.findings]

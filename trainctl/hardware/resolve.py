@@ -107,7 +107,6 @@ def _rates(config: HardwareConfig, found: tuple[Device, ...]) -> dict[str, Any]:
 
 
 def _calibrated_fields(calibration: Calibration | None, world_size: int) -> dict[str, Any]:
-    """Return the fields of `Hardware` that a calibration sets."""
     if calibration is None:
         return {}
     return {

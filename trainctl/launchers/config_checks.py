@@ -71,7 +71,6 @@ def _unreached_nodes(config: RunConfig, hardware: Hardware) -> Iterator[Finding]
 
 
 def _unset_variables(config: RunConfig) -> Iterator[Finding]:
-    """Yield a finding for each variable that the configuration refers to but that is unset."""
     for name in referenced_variables(config):
         if name not in os.environ:
             yield Finding(
@@ -84,7 +83,6 @@ def _unset_variables(config: RunConfig) -> Iterator[Finding]:
 
 
 def _referring_key(config: RunConfig, name: str) -> str:
-    """Return the first key that refers to a variable."""
     for variable, value in config.launcher.environment.items():
         if f"oc.env:{name}" in value.replace(" ", ""):
             return f"launcher.environment.{variable}"

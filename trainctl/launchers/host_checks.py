@@ -236,7 +236,6 @@ def _check_user_code(report: HostReport, own: Mapping[str, str]) -> Iterator[Fin
 
 
 def _check_machine(report: HostReport, plan: RunPlan) -> Iterator[Finding]:
-    """Yield what the host lacks of the plan's devices, cores and memory."""
     assert report.facts is not None
     host, there = report.host, report.facts["machine"]
     machine = Machine(

@@ -27,10 +27,9 @@ from trainctl.runs.directory import last_attempt
 from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
-from trainctl.runs.processes import available_cores
+from trainctl.runs.processes import available_cores, run_tool
 from trainctl.runs.records import Event
 from trainctl.runs.status import SchedulerJob, State, Status, change_status, write_job, write_status
-from trainctl.runs.tools import run_tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,8 +39,8 @@ from trainctl.options.launcher.kubernetes import KubernetesApi, KubernetesConfig
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand
 from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.processes import run_tool
 from trainctl.runs.status import SchedulerJob
-from trainctl.runs.tools import run_tool
 
 MANIFEST = "manifest.yaml"
 NOT_MOUNTED = "TC165"
@@ -163,7 +163,6 @@ def _pod_resources(plan: RunPlan) -> dict[str, Any]:
 
 
 def _volumes_and_mounts(plan: RunPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the volumes of a pod, and the mounts of its container."""
     launcher = _launcher_section(plan)
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []

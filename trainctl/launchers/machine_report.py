@@ -11,7 +11,7 @@ from trainctl.config.compose import ComposedConfig
 from trainctl.engines.patch_checks import check_definitions, list_uses
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
-from trainctl.hardware.health import CheckResult, examine_machine
+from trainctl.hardware.host_checks import CheckResult, examine_machine
 from trainctl.launchers.planning import can_launch, compose_config, name_sources, plan_config
 from trainctl.rules.kernel_choice import with_kernels
 from trainctl.runs.directory import DEFAULT_ROOT

@@ -293,7 +293,6 @@ def _reasons(
 
 
 def _where_to_look(compared: Sequence[ReplayedLoss], first: int) -> str:
-    """Return what the first differing loss says of the cause."""
     here = compared[first]
     if first > 0:
         before = compared[first - 1].last

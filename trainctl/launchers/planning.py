@@ -28,8 +28,7 @@ from trainctl.models.tracing import factory_in_child
 from trainctl.options.launcher import spec_of
 from trainctl.plans.shapes import head_dim
 from trainctl.plans.types import RunPlan
-from trainctl.rules.registry import CheckedFile, check_file, json_context
-from trainctl.rules.resolve import resolve
+from trainctl.rules.resolve import CheckedFile, check_file, json_context, resolve
 from trainctl.runs.attempts import (
     config_of,
     effective_attempt,
@@ -446,7 +445,6 @@ def _with_placeholder_steps(composed: ComposedConfig) -> ComposedConfig:
 
 
 def _without_length_error(error: TrainctlError) -> TrainctlError:
-    """Return the error without the finding that the run has no length."""
     found = [finding for finding in error.findings if finding.rule != NO_LENGTH]
     return TrainctlError.from_findings(found) if found else error
 

@@ -309,8 +309,6 @@ class Companions:
 
 
 class _Companion:
-    """One of the processes."""
-
     def __init__(self, run: RunPaths, name: str, config: RunConfig, tag: RunTag) -> None:
         self.name = name
         self.reported = ""

@@ -22,7 +22,6 @@ from trainctl.errors import Finding, MachineError, TrainctlError
 from trainctl.hardware.packages import check_extras
 from trainctl.launchers.attempts import end_as_cancelled, require_space, run_attempts
 from trainctl.launchers.config_checks import check_ray
-from trainctl.launchers.elastic import ElasticPlanner
 from trainctl.launchers.interface import (
     AttemptRequest,
     LaunchRequest,
@@ -30,6 +29,7 @@ from trainctl.launchers.interface import (
     RenderedLaunch,
     submit_attempt,
 )
+from trainctl.launchers.node_agents import ElasticPlanner
 from trainctl.launchers.rank_command import (
     attempt_command,
     public_variables,

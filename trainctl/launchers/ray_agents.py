@@ -18,9 +18,8 @@ from trainctl.config.schema import Accelerator
 from trainctl.errors import ExitCode, MachineError
 from trainctl.launchers.agent.rendezvous import RENDEZVOUS_VARIABLE
 from trainctl.launchers.attempts import PreparedAttempt
-from trainctl.launchers.elastic import Availability, record_waiting, why_not
 from trainctl.launchers.interface import LaunchRequest
-from trainctl.launchers.node_agents import LOST, NodeAgents
+from trainctl.launchers.node_agents import LOST, Availability, NodeAgents, record_waiting, why_not
 from trainctl.options.launcher import section_of
 from trainctl.options.launcher.ray import RayConfig
 from trainctl.plans.types import RunPlan

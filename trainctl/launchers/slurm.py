@@ -47,8 +47,8 @@ from trainctl.options.launcher.slurm import JOB_VARIABLE, SlurmConfig, shared_op
 from trainctl.plans.types import RunPlan
 from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
+from trainctl.runs.processes import run_tool
 from trainctl.runs.status import SchedulerJob, State, change_status
-from trainctl.runs.tools import run_tool
 
 _PORTS = range(20_000, 30_000)
 """Ports of the rendezvous where `launcher.port` is null: below the kernel's ephemeral ports."""

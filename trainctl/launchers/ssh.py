@@ -16,10 +16,9 @@ from trainctl.config.hosts import Host
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware.packages import check_loggers
 from trainctl.launchers.attempts import PreparedAttempt, run_attempts
-from trainctl.launchers.elastic import Availability, ElasticPlanner
 from trainctl.launchers.host_checks import HostGroup, check_hosts, planned_hosts, unprobed_hosts
 from trainctl.launchers.interface import AttemptRequest, LaunchRequest, Outcome, RenderedLaunch
-from trainctl.launchers.node_agents import NodeAgents
+from trainctl.launchers.node_agents import Availability, ElasticPlanner, NodeAgents
 from trainctl.launchers.processes import Process, ssh_command, start_with_pdeathsig
 from trainctl.launchers.rank_command import (
     attempt_command,
@@ -165,7 +164,6 @@ class HostPool:
 
 
 def _node_environment(request: AttemptRequest, group: HostGroup, node: int) -> dict[str, str]:
-    """Return the variables of a node's agent and ranks."""
     host, interface = group.hosts[node], group.interfaces[node]
     launcher = section_of(request.plan.config, SshConfig)
     network: dict[str, str] = {}

@@ -264,7 +264,6 @@ def _spike(by: str, value: Any, before: Sequence[Event], step: int) -> Spike | N
 def _describe(
     run: RunPaths, plan: RunPlan, found: Sequence[Mapping[str, Any]]
 ) -> Sequence[SuspectDocument]:
-    """Return the documents, with their places in the files."""
     from trainctl.data.prepare import load_run_corpora
     from trainctl.data.sample_contents import read_samples
     from trainctl.data.tokenizer import load_tokenizer

@@ -255,7 +255,6 @@ def _parts(ranks: Iterable[Mapping[str, Any]], axes: int) -> list[list[Mapping[s
 
 
 def _weights(ranks: Iterable[Mapping[str, Any]]) -> dict[int, Sums]:
-    """Return each rank's checksums of weights."""
     return {
         each["rank"]: tuple(
             pair for pair in each["memory"][0].items() if pair[0].startswith("weight ")

@@ -305,7 +305,6 @@ def scale_traced_block(
 def _identical_blocks(
     plan: LayoutPlan, block: BlockActivations, blocks: int, in_flight: int
 ) -> StageActivations:
-    """Return the activations of `blocks` identical blocks."""
     settings, tokens = recomputing_section(plan.config), tokens_per_rank(plan)
     if settings is None:
         backward = block.backward_extra(block.saved)

@@ -30,8 +30,7 @@ from trainctl.memory.host import (
 from trainctl.memory.partial import trained_stages
 from trainctl.memory.rank import Components, fullest_phase
 from trainctl.memory.stages import Stage, folded_stages, pipeline_stages, stages_from_anatomy
-from trainctl.memory.teacher import store_notes, teacher_phase
-from trainctl.memory.traced import TracedModel, block_on_tensor_rank
+from trainctl.memory.traced import TracedModel, block_on_tensor_rank, store_notes, teacher_phase
 from trainctl.options.precision import precision_of
 from trainctl.plans.mixture import largest_batches
 from trainctl.plans.shapes import repeated_heads

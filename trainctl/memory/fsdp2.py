@@ -75,7 +75,6 @@ def offloaded_components(engine: EngineMemory, stage: Stage) -> dict[str, int]:
 
 
 def _elements_outside_blocks(stage: Stage) -> int:
-    """Return the number of elements of the unit outside the blocks."""
     return stage.parameters - stage.blocks * stage.block_parameters
 
 
@@ -172,7 +171,6 @@ def _update_phase(rank: RankMemory) -> Components:
 
 
 def _update_copy_bytes(rank: RankMemory, update: Update) -> int:
-    """Return the bytes of the update's temporary copies."""
     largest = rank.engine.share(rank.stage.largest)
     group = max((rank.engine.share(each.elements) for each in rank.groups), default=0)
     return update.temporary_bytes(largest if update.by_tensor else group, largest)

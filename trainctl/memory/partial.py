@@ -58,7 +58,6 @@ def trained_stages(
 def _trained_stage(
     key: ConfigKey, stage: Stage, tensor: int, expert: int, keeps_inputs: bool
 ) -> Stage:
-    """Return a stage as the run trains it."""
     found, blocks, trained = _trained_tensors(key)
     learning = _trainable_blocks(key, keeps_inputs)
     own = range(stage.first_block, stage.first_block + stage.blocks)
@@ -124,7 +123,6 @@ def _packed_matrix_bytes(key: ConfigKey) -> dict[str, int]:
 def _adapter_tensors(
     found: Trainable, blocks: Mapping[str, int], own: range
 ) -> Iterator[TensorShape]:
-    """Return the adapter's tensors in the stage's own blocks."""
     names = {
         layer.added_name(name)
         for layer in found.adapted

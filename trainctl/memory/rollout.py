@@ -1,6 +1,6 @@
 """Memory of a rollout: answers that a rank generates side by side, with a key-value cache.
 
-The cache is allocated whole for the longest prompt and answer (`trainctl.train.rollouts.cache`).
+The cache is allocated whole for the longest prompt and answer (`trainctl.train.rollouts.generate`).
 The number of answers is a function of the plan, so that the run has the one that was budgeted.
 """
 

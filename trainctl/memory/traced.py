@@ -1,8 +1,14 @@
-"""Traced models: anatomy and activations from the model's own code instead of the closed form."""
+"""Memory of models besides the closed form: traced ones, and the teacher of a distillation.
+
+A traced model's anatomy and activations are from its own code. A teacher takes its pass, and disk
+for the store that it leaves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import json
+import math
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,12 +17,24 @@ from typing import Any
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import RunConfig
-from trainctl.memory.activations import BlockActivations, block_activations, compute_bytes
+from trainctl.errors import TrainctlError
+from trainctl.memory.activations import (
+    BlockActivations,
+    block_activations,
+    compute_bytes,
+    tokens_per_rank,
+)
+from trainctl.memory.constants import BYTES, GIB
+from trainctl.memory.rank import Components, chunk_logit_bytes
 from trainctl.memory.stages import tensor_parts
 from trainctl.models.anatomy import Anatomy, parse_anatomy
+from trainctl.models.local_path import local_path
+from trainctl.models.tensors import stored_tensors
 from trainctl.models.tracing import known_trace, trace_in_child
+from trainctl.options.objective.distill import DistillConfig, row_bytes
+from trainctl.plans.settings import number_formats
 from trainctl.plans.shapes import count_parameters
-from trainctl.plans.types import LayoutPlan
+from trainctl.plans.types import LayoutPlan, RunPlan
 
 FEED_FORWARD = ("mlp", "ffn", "feed_forward", "moe", "intermediate", "output")
 ATTENTION = ("attn", "attention")
@@ -176,3 +194,60 @@ def compare_with_closed_form(traced: TracedModel, plan: LayoutPlan) -> dict[str,
         found["parameters"]["closed_form"] = count_parameters(config.model).total
         found["block_bytes_per_token"]["closed_form"] = closed.saved
     return found
+
+
+def teacher_phase(plan: LayoutPlan, runtime: int) -> dict[str, Components]:
+    """Return the memory of a device while the teacher computes, as a phase of its own.
+
+    Each rank holds the whole teacher, before the student is built. Empty without distillation, or
+    if the teacher's size is not known.
+    """
+    elements, logits = _teacher_elements(plan), tokens_per_rank(plan) * plan.config.model.vocab_size
+    if elements is None:
+        return {}
+    element = BYTES[number_formats(plan.config.precision).weights]
+    return {
+        "teacher": Components(
+            parameters=element * elements,
+            logits=compute_bytes(plan) * logits + chunk_logit_bytes(plan, copies=3),
+            runtime=runtime,
+        )
+    }
+
+
+def store_notes(plan: RunPlan) -> Iterator[str]:
+    """Say what the store takes on disk, and what computing it costs."""
+    config = plan.config.objective
+    if not isinstance(config, DistillConfig):
+        return
+    row, elements = row_bytes(config, plan.config.model.vocab_size), _teacher_elements(plan)
+    yield (
+        f"The teacher's log-probabilities take {row:,} bytes on disk for each label of the corpus: "
+        f"{row * 1e9 / GIB:,.0f} GiB for a billion."
+    )
+    if elements is None:
+        yield "The teacher is not known, so its pass before the first step is not counted."
+    else:
+        yield (
+            f"The teacher's pass before the first step takes {2 * elements:.2g} FLOPs a token, "
+            "once for each corpus."
+        )
+
+
+def _teacher_elements(plan: LayoutPlan) -> int | None:
+    """Return the number of the teacher's weights; None if there is none, or it cannot be read."""
+    config = plan.config.objective
+    if not isinstance(config, DistillConfig) or config.teacher is None:
+        return None
+    path = local_path(config.teacher)
+    manifests = [path / "manifest.json", *sorted(path.glob("checkpoints/step-*/manifest.json"))]
+    try:
+        for manifest in reversed(manifests):
+            if manifest.is_file():
+                found: dict[str, Any] = json.loads(manifest.read_bytes())
+                if "base" in found:  # an adapter's checkpoint has no others
+                    return None
+                return sum(int(math.prod(shape)) for shape in found["shapes"].values())
+        return sum(math.prod(each.shape) for each in stored_tensors(path).values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, TrainctlError):
+        return None

@@ -103,7 +103,6 @@ def _license(model: ModelConfig) -> str | None:
 
 
 def _table(rows: Iterator[Row], heads: Sequence[str]) -> str:
-    """Return rows as a table of Markdown; empty without any."""
     cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
     lines = [heads, ["---"] * len(heads), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) if cells else ""

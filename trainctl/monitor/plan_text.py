@@ -233,7 +233,6 @@ def _epochs_text(epochs: float) -> str:
 
 
 def _weights_line(config: RunConfig) -> Iterator[str]:
-    """Yield where the initial weights come from."""
     model = config.model
     if not config.trains_itself:
         return
@@ -259,7 +258,6 @@ def _tokenizer_line(config: RunConfig) -> Iterator[str]:
 
 
 def _group_lines(plan: RunPlan, most: int) -> Iterator[str]:
-    """Yield the optimizer's parameter groups with their sizes, learning rates and weight decay."""
     config = plan.config
     if not config.trains_itself:
         return

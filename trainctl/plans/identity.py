@@ -243,7 +243,6 @@ def _first_and_count(what: str, names: list[str]) -> str:
 def _differences_in_words(
     had: Mapping[str, Any], now: Mapping[str, Any], prefix: str
 ) -> Iterator[str]:
-    """Yield the differences of two identities in words, key by key."""
     for key in sorted({*had, *now}):
         left, right = had.get(key), now.get(key)
         if isinstance(left, dict) and isinstance(right, dict):

@@ -180,8 +180,6 @@ def docs_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """Section of a page, about one word."""
-
     word: str
     kind: str
     page: str
@@ -190,7 +188,6 @@ class _Section:
 
 @cache
 def _sections_by_word() -> dict[str, _Section]:
-    """Return the sections of all pages by lower-case word."""
     found = [section for page in PAGES for section in _page_sections(page)]
     rules = sorted((each for each in found if each.kind == RULE), key=lambda each: each.word)
     others = [each for each in found if each.kind != RULE]
@@ -210,7 +207,6 @@ def _page_sections(page: str) -> Iterator[_Section]:
 
 
 def _section_meaning(section: _Section) -> Meaning:
-    """Return the meaning that a section gives: paragraphs, code and a list."""
     found = Meaning(word=section.word, kind=section.kind, page=section.page, meaning="")
     path = ""
     for block in _BLOCK.finditer(section.text):

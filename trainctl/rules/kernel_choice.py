@@ -25,7 +25,7 @@ from trainctl.options.objective import objective_of
 from trainctl.options.precision import precision_of
 from trainctl.plans.settings import document_reasons
 from trainctl.rules.plan.draft import Draft
-from trainctl.rules.registry import PLAN_RULES
+from trainctl.rules.rule import registered
 
 KEYS = ("liger", "cross_entropy", "compile")
 
@@ -47,8 +47,9 @@ _PLAIN = _Choice(False, CrossEntropyKind.plain, CompileKind.none)
 
 _RULES = tuple(
     rule
-    for rule in PLAN_RULES
-    if rule.code != "TC099"  # reads every key for one that has no effect
+    for rule in registered()
+    if not rule.file
+    and rule.code != "TC099"  # reads every key for one that has no effect
     and any(key == "*" or key.startswith("kernels.") for key in rule.keys)
 )
 """Rules that may refuse a kernel."""

@@ -70,7 +70,7 @@ TRAINER_OWNED_KEYS = {
     "checkpoint": "the trainer writes checkpoints of its own: use the checkpoint section",
     "datastates_ckpt": "the trainer writes checkpoints of its own: use the checkpoint section",
     "comet": _OWN_LOGGERS.format("a logger, such as wandb,"),
-    "csv_monitor": _OWN_LOGGERS.format("csv"),
+    "csv_monitor": "every run has its steps as tables: RUN/steps/attempt-N.csv",
     "tensorboard": _OWN_LOGGERS.format("tensorboard"),
     "wandb": _OWN_LOGGERS.format("wandb"),
     "aio.use_gds": _UNTRIED,

@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainctl.errors import ExitCode
+from trainctl.errors import ExitCode, MachineError
 from trainctl.runs.layout import RUN_ID_VARIABLE
 
 RUN_DIRECTORY_VARIABLE = "TRAINCTL_RUN_DIR"
@@ -369,3 +370,34 @@ if __name__ == "__main__":
         raise SystemExit(_run_from_stdin())
     else:
         raise SystemExit(_terminate(sys.argv[2:]))
+
+
+_SECONDS = 60
+
+
+def run_tool(
+    command: Sequence[str], *, seconds: float = _SECONDS, accepted: Collection[int] = ()
+) -> str:
+    """Run a scheduler's command to its end, and return its output.
+
+    Args:
+        accepted: Exit codes besides 0 that are no failure of the command.
+
+    Raises:
+        TrainctlError: It is not installed, fails, or does not end in time (exit code 4).
+    """
+    try:
+        done = subprocess.run(command, input="", capture_output=True, text=True, timeout=seconds)
+    except FileNotFoundError:
+        raise MachineError(
+            f"{command[0]} is not installed on this machine",
+            hint=f"repeat this where {command[0]} is",
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise MachineError(f"{command[0]} does not answer") from None
+    if done.returncode not in (0, *accepted):
+        output = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise MachineError(
+            f"{command[0]} failed: {output[-1] if output else f'exit code {done.returncode}'}"
+        )
+    return done.stdout

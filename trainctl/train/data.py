@@ -18,10 +18,9 @@ from trainctl.data.infilling import infilling_settings
 from trainctl.data.mixture import sample_order
 from trainctl.data.order import SampleOrder
 from trainctl.data.packing import load_bins, packed_token_count
-from trainctl.data.prompts import Prompt
-from trainctl.data.sample_reader import SampleBatch, SampleReader
+from trainctl.data.sample_reader import SampleBatch, SampleReader, token_masking
 from trainctl.data.streaming.corpora import Stream, StreamedCorpus
-from trainctl.data.token_masking import token_masking
+from trainctl.data.targets import Prompt
 from trainctl.engines.micro_batch import IGNORED_LABEL, MicroBatch
 from trainctl.options.data import SampleKind, spec_of
 from trainctl.options.objective import RECORDS, objective_of

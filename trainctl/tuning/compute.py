@@ -24,7 +24,6 @@ from trainctl.plans import shapes
 from trainctl.plans.flops import attention_products
 from trainctl.plans.gathering import gathers_blocks
 from trainctl.plans.trainable import is_partial
-from trainctl.tuning.experts import expert_time, expert_weights, sparse_share
 from trainctl.tuning.rates import (
     ADDED_BYTES,
     ATTENTION_BACKWARD,
@@ -44,6 +43,9 @@ from trainctl.tuning.rates import (
     ORTHOGONALIZATION_STEPS,
     WATCHED_CALL,
     Rates,
+    expert_time,
+    expert_weights,
+    sparse_share,
 )
 
 

@@ -500,7 +500,6 @@ def _no_python(config: RunConfig) -> Iterator[Finding]:
 
 
 def _without_template(config: RunConfig) -> Iterator[Finding]:
-    """Find sources of conversations without a chat template."""
     file = load_spec("tokenizer", config.tokenizer.kind).file
     is_named = not isinstance(config.tokenizer, TokenizerFromPath) or config.tokenizer.path
     for key, section in keyed_sources(config.data).items():

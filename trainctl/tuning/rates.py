@@ -1,19 +1,29 @@
-"""Rates that hardware reaches, and the constants of the step-time model.
+"""Rates that hardware reaches, the time of collectives, and the constants of the step-time model.
 
 The constants are every number of the step-time model that is neither a fact of the hardware nor
 derived. Facts of a device are keys of `hardware` (`conf/hardware/`). Fractions of peak rates, and
 the host's memory bandwidth, are fitted to the published measurements of
 `tests/data/throughput.csv` marked `fit`; `tests/tuning/test_speed.py` tests against the others.
 `docs/planning.md` states the accuracy.
+
+Of routed experts it is the time of grouped products, routing, and the exchange of tokens. Every
+rank of the expert axis holds a part of each layer's experts and gets the tokens that all ranks
+route to them (arXiv:2006.16668). A layer ends with its busiest rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, log, log2, sqrt
 
-from trainctl.config.schema import PrecisionConfig
+from trainctl.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from trainctl.hardware import Hardware
+from trainctl.memory.constants import BYTES
+from trainctl.models.anatomy import Anatomy, Role
 from trainctl.options.precision import is_emulated, precision_of
+from trainctl.plans import shapes
+from trainctl.plans.types import Mesh
 
 GIGA = 1e9
 TERA = 1e12
@@ -142,4 +152,223 @@ def device_rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
         attention=flops * attention,
         memory=bandwidth * GIGA * MEMORY_SHARE,
         is_known=is_known,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Process group with its bandwidth."""
+
+    ranks: int
+    bandwidth: float
+    """Bytes per second that each rank sends in a ring over all ranks."""
+    on_a_machine: int
+    """Number of ranks on one machine."""
+
+
+class Links:
+    """Process groups of a mesh on given machines, and the time of their collectives.
+
+    Rank order is tensor fastest, then sequence, context, data and pipeline (`Mesh`), and machines
+    are filled in this order. A ring over several machines enters and leaves each one through the
+    network cards of all its members there, so the members on a machine share the traffic. ZeRO
+    partitions over the group `zero`, the data, context and sequence ranks or with HSDP a shard
+    group of them, and experts over `expert_replicas`. The group `copies` is the ranks with the same
+    HSDP shard, `stage` all ranks of a pipeline stage, and `pipeline` a chain of neighbouring
+    stages.
+
+    Args:
+        shard_ranks: Size of an HSDP shard group; by default all replicas are one.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: Mesh, shard_ranks: int | None = None) -> None:
+        share = LINK_SHARE * GIGA
+        link = hardware.device_link_gb_per_second or ASSUMED_LINK_GB_PER_SECOND
+        network = hardware.network_gb_per_second or ASSUMED_NETWORK_GB_PER_SECOND
+        host = hardware.host_link_gb_per_second or ASSUMED_HOST_LINK_GB_PER_SECOND
+        self._link = link * share
+        self._network = network * NETWORK_SHARE * GIGA
+        self._host = host * HOST_LINK_SHARE * GIGA
+        self._node = hardware.devices_per_node
+        self._nodes = hardware.nodes
+        inner = mesh.tensor * mesh.sequence_parts
+        # Expert ranks are neighbours in the data axis; replicas of an expert lie that far apart.
+        apart = mesh.tensor * mesh.expert
+        self.tensor = self._group(mesh.tensor, 1)
+        self.sequence = self._group(mesh.sequence, mesh.tensor)
+        self.context = self._group(mesh.context, mesh.tensor * mesh.sequence)
+        replicas = mesh.replicas
+        shard_ranks = shard_ranks or replicas
+        self.zero = self._group(shard_ranks, mesh.tensor)
+        self.copies = self._group(replicas // shard_ranks, mesh.tensor * shard_ranks)
+        self.expert = self._group(mesh.expert_ranks, 1)
+        self.expert_replicas = self._group(mesh.expert_replicas, apart)
+        self.stage = self._group(inner * mesh.data, 1)
+        self.pipeline = self._group(mesh.pipeline, inner * mesh.data)
+
+    def near(self, ranks: int) -> RankGroup:
+        """Return a group of neighbouring devices on one machine."""
+        return RankGroup(ranks, self._link, ranks)
+
+    def all_gather(self, size: float, group: RankGroup) -> float:
+        """Return the seconds of an all-gather, or a reduce-scatter, of `size` bytes in total."""
+        if group.ranks == 1:
+            return 0.0
+        share = (group.ranks - 1) / group.ranks
+        return share * size / group.bandwidth + self._latency(group)
+
+    def all_reduce(self, size: float, group: RankGroup) -> float:
+        """Return the seconds of an all-reduce of `size` bytes: reduce-scatter plus all-gather."""
+        return 2 * self.all_gather(size, group)
+
+    def all_to_all(self, size: float, group: RankGroup) -> float:
+        """Return the seconds of an all-to-all of `size` bytes per rank.
+
+        Traffic inside a machine uses the device links, and at the same time traffic between
+        machines uses the network.
+        """
+        if group.ranks == 1:
+            return 0.0
+        near = (group.on_a_machine - 1) / group.ranks * size / self._link
+        far = (group.ranks - group.on_a_machine) / group.ranks * size / self._network
+        return max(near, far) + self._latency(group)
+
+    def pass_on(self, size: float, group: RankGroup) -> float:
+        """Return the seconds in which each rank sends `size` bytes to the next one in a ring.
+
+        Between machines a message takes the network card of its sender, and the others wait for it.
+        """
+        is_inside = group.on_a_machine == group.ranks
+        return size / (self._link if is_inside else self._network) + COLLECTIVE_LATENCY
+
+    def send(self, size: float, group: RankGroup) -> float:
+        """Return the seconds to send `size` bytes to the next stage; each pair has its own
+        cards.
+        """
+        stage_is_inside = self._nodes == 1
+        return size / (self._link if stage_is_inside else self._network)
+
+    def from_host(self, size: float) -> float:
+        """Return the seconds to copy `size` bytes between a device and its host."""
+        return size / self._host
+
+    def _group(self, ranks: int, stride: int) -> RankGroup:
+        members = max(1, min(ranks, self._node // stride))
+        if members >= ranks:
+            return RankGroup(ranks, self._link, ranks)
+        return RankGroup(ranks, min(self._link, members * self._network), members)
+
+    def _latency(self, group: RankGroup) -> float:
+        return COLLECTIVE_LATENCY * ceil(log2(group.ranks))
+
+
+BALANCED_BY_BIAS, BALANCED_BY_LOSS = 1.04, 1.62
+"""Load of the busiest expert over the mean, under a bias that is moved and under a balancing loss:
+the means of two sizes of model (`MaxVio`, arXiv:2408.15664, table 2). What nothing balances is
+taken for balanced by a loss, which flatters it.
+"""
+
+# Elements moved per routed row and width, counted in the operations of transformers'
+# `grouped_mm_experts_forward` and of train/parallel/experts.py: rows are gathered, weighted,
+# scattered and summed, with an expert axis before and after their exchange.
+ROUTED_ELEMENTS, EXCHANGED_ELEMENTS = 7, 17
+COMPILED_ELEMENTS = 4
+"""Elements moved where a compiler fuses them: one pass before the products, one after."""
+
+
+def sparse_share(model: ModelConfig) -> float:
+    """Return the fraction of the blocks that have routed experts."""
+    read = shapes.anatomy(model)
+    return (
+        0.0 if read is None else sum(block.experts > 0 for block in read.blocks) / len(read.blocks)
+    )
+
+
+def tensor_sums(model: ModelConfig, expert: int) -> float:
+    """Return the all-reduces over tensor ranks in the forward pass of a block, a mean over the
+    blocks: one after attention, the feed-forward layer, and shared experts beside the routed ones.
+    With an expert axis the results of routed experts are gathered, which is half an all-reduce.
+    """
+    read = shapes.anatomy(model)
+    if read is None:
+        return 2.0
+    shared = {p.block for p in read.parameters if p.role is Role.shared}
+    gathered = sparse_share(model) if expert > 1 else 0.0
+    return 2 + len(shared) / len(read.blocks) - gathered / 2
+
+
+def expert_weights(model: ModelConfig) -> int:
+    """Return the parameters of all routed experts of the model."""
+    read = shapes.anatomy(model)
+    return 0 if read is None else read.expert_parameters
+
+
+def rank_load(config: RunConfig, ranks: int) -> float:
+    """Return the tokens of the busiest of the `ranks` that share out experts over their mean.
+
+    The load of the busiest expert is known. If the loads of experts are independent, the mean of n
+    experts deviates less by the square root of n, and the largest deviation of N draws grows with
+    the square root of log N.
+    """
+    experts = config.model.num_experts or 1
+    if ranks == 1 or experts == 1:
+        return 1.0
+    settings = config.experts
+    balanced = BALANCED_BY_BIAS if settings.bias_update_rate > 0 else BALANCED_BY_LOSS
+    load = settings.expected_load or balanced
+    return 1 + (load - 1) * sqrt(log(ranks) / log(experts) * ranks / experts)
+
+
+def expert_time(
+    config: RunConfig, speed: Rates, tokens: int, tensor: int, expert: int
+) -> tuple[float, float]:
+    """Return the seconds of a forward pass's grouped products, and of routing, on the busiest rank;
+    averages over the blocks.
+
+    `tokens` are a rank's own tokens of a micro-batch. `tensor` ranks share each expert; with an
+    expert axis, both axes share out whole experts, and each tensor rank routes its part of the
+    tokens. An expert's rows are multiplied in tiles of `GROUPED_ROWS`, of which the last is half
+    empty on average.
+    """
+    model, share = config.model, sparse_share(config.model)
+    read = shapes.anatomy(model)
+    if read is None or not share:
+        return 0.0, 0.0
+    element = BYTES[precision_of(config.precision).format]
+    multiplied, moved, weights = _expert_products(read)
+    experts, top = model.num_experts or 1, model.experts_per_token or 1
+    load = rank_load(config, expert * tensor if expert > 1 else 1)
+    rows_per_expert = max(1.0, tokens * top * expert / experts)
+    tiled = 1 + GROUPED_ROWS / 2 / rows_per_expert
+    flops = 2 * tokens * load * multiplied / tensor
+    streams = element * (tokens * load * moved + weights / expert) / tensor
+    products = flops * tiled / (speed.products * GROUPED_SHARE) + streams / speed.memory
+    elements = EXCHANGED_ELEMENTS if expert > 1 else ROUTED_ELEMENTS
+    if config.kernels.is_compiled:
+        elements = COMPILED_ELEMENTS
+    rows = share * tokens * top * load / (tensor if expert > 1 else 1)
+    return products, element * elements * rows * model.hidden_size / speed.memory
+
+
+def exchanged_bytes(config: RunConfig, tokens: int, mesh: Mesh) -> float:
+    """Return the bytes that one sparse block sends to experts, or back, for the busiest rank.
+    Tensor ranks have the same `tokens`, and each sends its part.
+    """
+    rows = tokens / mesh.tensor * (config.model.experts_per_token or 1)
+    rows *= rank_load(config, mesh.expert_ranks)
+    return rows * config.model.hidden_size * BYTES[precision_of(config.precision).format]
+
+
+@lru_cache(maxsize=8)
+def _expert_products(read: Anatomy) -> tuple[float, float, float]:
+    """Return averages over the blocks: the weights of experts multiplied per token, the elements
+    that these products read and write per token, and the weights of all experts.
+    """
+    matrices = [p for p in read.parameters if p.role is Role.expert and not p.is_bias]
+    routed = {p.name: read.active_share(p) for p in matrices}
+    count = len(read.blocks)
+    return (
+        sum(p.numel * routed[p.name] for p in matrices) / count,
+        sum(sum(p.shape[-2:]) * p.shape[0] * routed[p.name] for p in matrices) / count,
+        read.expert_parameters / count,
     )

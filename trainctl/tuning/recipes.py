@@ -12,7 +12,7 @@ from typing import Any
 from trainctl.config.catalog import BASE, recipe_names, search_folders, split_hardware
 from trainctl.config.codec import nest, to_plain, value_at
 from trainctl.config.compose import ComposedConfig
-from trainctl.config.editor import link_recipe
+from trainctl.config.json_schema import link_recipe
 from trainctl.config.overrides import ALIASES, split_target
 from trainctl.config.quantities import seconds_text
 from trainctl.config.schema import GROUPS

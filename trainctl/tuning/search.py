@@ -349,7 +349,6 @@ def _found_plan(
 
 
 def _changed_values(values: Values, config: RunConfig) -> dict[str, Any]:
-    """Return the values that differ from the configuration."""
     changed = {}
     for key, value in values.items():
         section, name = key.split(".")

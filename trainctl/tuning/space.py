@@ -45,7 +45,7 @@ from trainctl.rules.plan.optimizer import (
     objective_goes_with_the_rest,
 )
 from trainctl.rules.plan.trainable import frozen_weights_go_with_the_rest
-from trainctl.tuning.experts import expert_weights
+from trainctl.tuning.rates import expert_weights
 from trainctl.tuning.speed import TimedVariant, Values, time_variant, with_values
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)

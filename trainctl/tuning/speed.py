@@ -46,8 +46,6 @@ from trainctl.tuning.compute import (
     stage_parameters,
     trained_share,
 )
-from trainctl.tuning.experts import exchanged_bytes, expert_weights, sparse_share, tensor_sums
-from trainctl.tuning.links import Links, RankGroup
 from trainctl.tuning.rates import (
     GIGA,
     HOST_MEMORY_GB_PER_SECOND,
@@ -56,8 +54,14 @@ from trainctl.tuning.rates import (
     NVME_GB_PER_SECOND,
     OPTIMIZER_BYTES,
     OVERLAP,
+    Links,
+    RankGroup,
     Rates,
     device_rates,
+    exchanged_bytes,
+    expert_weights,
+    sparse_share,
+    tensor_sums,
 )
 
 TIME_ERROR = 0.25

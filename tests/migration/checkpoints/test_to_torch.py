@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, TrainerState
 
 from trainctl.config.registry import new_section
 from trainctl.errors import TrainctlError
-from trainctl.migration.checkpoints.check import check_dcp, check_trainer
 from trainctl.migration.checkpoints.source import open_source
-from trainctl.migration.checkpoints.to_dcp import export_dcp
+from trainctl.migration.checkpoints.to_torch import check_dcp, check_trainer, export_dcp
 from trainctl.migration.checkpoints.to_trainer import export_trainer
 from trainctl.migration.checkpoints.trainer import trainer_groups
 from trainctl.migration.checkpoints.write import import_source

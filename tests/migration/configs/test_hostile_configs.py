@@ -16,7 +16,7 @@ from trainctl.errors import TrainctlError
 from trainctl.migration.configs.import_file import import_file
 from trainctl.migration.configs.import_table import import_document
 from trainctl.migration.configs.launch_script import read_launch_script
-from trainctl.migration.configs.plain import PlainValues
+from trainctl.migration.configs.pickled import PlainValues
 from trainctl.migration.configs.shell import Unresolved
 from trainctl.migration.configs.tables import load_table, tool_names
 

@@ -12,8 +12,7 @@ from trainctl.hardware import resolve_hardware
 from trainctl.migration.configs.import_json import BATCH, TRAINCTL_KEYS, differences, import_json
 from trainctl.migration.configs.import_values import LEFT_OPEN
 from trainctl.rules.deepspeed.case import JsonContext
-from trainctl.rules.registry import check_json
-from trainctl.rules.resolve import resolve
+from trainctl.rules.resolve import check_json, resolve
 
 RANKS = 2
 BASE = {"train_batch_size": 8, "gradient_clipping": 1.0, "bf16": {"enabled": True}}

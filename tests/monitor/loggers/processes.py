@@ -19,7 +19,6 @@ IMPORTED = (
     "trainctl.monitor.loggers.alerts",
     "trainctl.monitor.loggers.follower",
     "trainctl.monitor.loggers.delivery",
-    "trainctl.options.logger.csv",
 )
 servers: list[PreloadedServer] = []
 """Server that forks logger processes; empty while no tests run."""

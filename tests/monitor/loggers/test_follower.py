@@ -18,9 +18,11 @@ from records_of_runs import append, draw, losses, new_run
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter
 
+pytestmark = pytest.mark.usefixtures("own_options")
+
 
 def table(run: RunPaths, kind: str) -> list[tuple[int, float]]:
-    with (run.root / "csv" / f"{kind}.csv").open(newline="") as stream:
+    with (run.root / "table" / f"{kind}.csv").open(newline="") as stream:
         return [(int(row["step"]), float(row[f"{kind}/loss"])) for row in csv.DictReader(stream)]
 
 
@@ -34,14 +36,14 @@ def check(run: RunPaths) -> None:
 def test_what_counts_of_repeated_steps_is_sent_once(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     append(run, draw(1, 200))
-    assert send(run, "csv") == (0, "")
+    assert send(run, "table") == (0, "")
     check(run)
-    before = cursor(run, "csv")
+    before = cursor(run, "table")
     assert before["offset"] == run.events.stat().st_size and before["problem"] == ""
-    assert send(run, "csv") == (0, "") and cursor(run, "csv") == before
+    assert send(run, "table") == (0, "") and cursor(run, "table") == before
     with run.events.open("a") as stream:
         stream.write('{"event": "step", "step": 20')  # is being written
-    assert send(run, "csv") == (0, "") and cursor(run, "csv") == before
+    assert send(run, "table") == (0, "") and cursor(run, "table") == before
 
 
 def test_all_loggers_use_the_same_names_and_a_new_name_is_a_new_column(tmp_path: Path) -> None:
@@ -49,10 +51,10 @@ def test_all_loggers_use_the_same_names_and_a_new_name_is_a_new_column(tmp_path:
     record = {"loss": 2.0, "learning_rate": 0.1, "seconds": {"total": 0.5}, "mfu": None}
     with EventWriter(run.events, 1) as events:
         events.write("step", step=1, **record, samples=[0, 8])
-        assert send(run, "csv")[0] == 0
+        assert send(run, "table")[0] == 0
         events.write("step", step=2, **record, grad_norm=float("inf"))
-        assert send(run, "csv")[0] == 0
-    text = (run.root / "csv" / "train.csv").read_text()
+        assert send(run, "table")[0] == 0
+    text = (run.root / "table" / "train.csv").read_text()
     rows = list(csv.reader(text.splitlines()))
     assert rows[0] == [
         "step", "time", "train/loss", "train/learning_rate", "seconds/total", "train/grad_norm",
@@ -68,16 +70,16 @@ def test_kills_lose_nothing_and_repeat_nothing(tmp_path: Path, seed: int) -> Non
     run, chance = new_run(tmp_path), random.Random(seed)
     records = list(draw(seed, 1_000))
     while records:
-        with following(run, "csv") as process:
-            sent = cursor(run, "csv")["points"]
+        with following(run, "table") as process:
+            sent = cursor(run, "table")["points"]
             part, records = records[:200], records[200:]
             for record in part:
                 append(run, iter([record]))
             if chance.random() < 0.7:
-                wait_for(lambda sent=sent: cursor(run, "csv")["points"] > sent)
+                wait_for(lambda sent=sent: cursor(run, "table")["points"] > sent)
             time.sleep(chance.random() * 0.3)
             os.kill(process.pid, signal.SIGKILL)
-    assert send(run, "csv") == (0, "")
+    assert send(run, "table") == (0, "")
     check(run)
 
 
@@ -85,28 +87,28 @@ def test_a_kill_between_a_logger_s_commit_and_the_cursor_repeats_nothing(tmp_pat
     run = new_run(tmp_path)
     records = list(draw(3, 300))
     append(run, iter(records[:150]))
-    assert send(run, "csv") == (0, "")
-    before = run.companion("csv").cursor.read_text()
+    assert send(run, "table") == (0, "")
+    before = run.companion("table").cursor.read_text()
     append(run, iter(records[150:]))
-    assert send(run, "csv") == (0, "")
-    run.companion("csv").cursor.write_text(before)
-    with (run.root / "csv" / "train.csv").open("a") as stream:
+    assert send(run, "table") == (0, "")
+    run.companion("table").cursor.write_text(before)
+    with (run.root / "table" / "train.csv").open("a") as stream:
         stream.write("301,17")  # and in the middle of a row
-    assert send(run, "csv") == (0, "")
+    assert send(run, "table") == (0, "")
     check(run)
 
 
 def test_without_a_cursor_it_begins_anew(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     append(run, draw(4, 50))
-    assert send(run, "csv") == (0, "")
-    (run.root / "csv" / "train.csv").write_text("not,what\nis,expected\n")
-    run.companion("csv").cursor.unlink()
-    assert send(run, "csv") == (0, "")
+    assert send(run, "table") == (0, "")
+    (run.root / "table" / "train.csv").write_text("not,what\nis,expected\n")
+    run.companion("table").cursor.unlink()
+    assert send(run, "table") == (0, "")
     check(run)
-    run.companion("csv").cursor.write_text("{")
-    code, said = send(run, "csv")
-    assert code == 4 and "csv.json cannot be read" in said
+    run.companion("table").cursor.write_text("{")
+    code, said = send(run, "table")
+    assert code == 4 and "table.json cannot be read" in said
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "steps/attempt-1.csv"])
@@ -115,16 +117,16 @@ def test_other_records_than_those_that_were_sent_are_not_taken_for_them(
 ) -> None:
     run = new_run(tmp_path)
     append(run, draw(7, 20))
-    assert send(run, "csv") == (0, "")
+    assert send(run, "table") == (0, "")
     file = run.root / name
     file.write_bytes(file.read_bytes()[:-100])
-    assert send(run, "csv")[0] == 4
-    assert "was cut or replaced" in cursor(run, "csv")["problem"]
-    assert send(run, "csv", "--again") == (0, "")
+    assert send(run, "table")[0] == 4
+    assert "was cut or replaced" in cursor(run, "table")["problem"]
+    assert send(run, "table", "--again") == (0, "")
     check(run)
 
 
-@pytest.mark.parametrize("name", ["csv", "alerts"])
+@pytest.mark.parametrize("name", ["table", "alerts"])
 @pytest.mark.parametrize("file", ["events.jsonl", "steps/attempt-1.csv"])
 def test_records_that_were_cut_and_have_grown_again_are_not_gone_on_with(
     tmp_path: Path, name: str, file: str
@@ -145,12 +147,12 @@ def test_records_that_were_cut_and_have_grown_again_are_not_gone_on_with(
 def test_what_a_killed_follower_left_is_removed_by_the_next(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     append(run, draw(7, 20))
-    assert send(run, "csv") == (0, "")
-    left = run.companion("csv").folder / ".csv.json.0123456789abcdef.tmp"
+    assert send(run, "table") == (0, "")
+    left = run.companion("table").folder / ".table.json.0123456789abcdef.tmp"
     of_another = left.with_name(".tensorboard.json.0123456789abcdef.tmp")
     for path in (left, of_another):
         path.touch()
-    assert send(run, "csv") == (0, "")
+    assert send(run, "table") == (0, "")
     assert not left.exists() and of_another.exists()
 
 
@@ -258,16 +260,16 @@ def test_a_full_disk_is_a_problem_like_any_other(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     records = list(draw(5, 400))
     append(run, iter(records[:100]))
-    assert send(run, "csv") == (0, "")
+    assert send(run, "table") == (0, "")
     append(run, iter(records[100:]))
-    size = (run.root / "csv" / "train.csv").stat().st_size + 1000
-    limited = f"import resource, runpy, signal, sys; sys.argv = ['', {str(run.root)!r}, 'csv']\n"
+    size = (run.root / "table" / "train.csv").stat().st_size + 1000
+    limited = f"import resource, runpy, signal, sys; sys.argv = ['', {str(run.root)!r}, 'table']\n"
     limited += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     limited += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
     limited += "runpy.run_module('trainctl.monitor.loggers', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True)
-    assert done.returncode == 4 and cursor(run, "csv")["problem"].startswith("OSError")
-    assert send(run, "csv") == (0, "")
+    assert done.returncode == 4 and cursor(run, "table")["problem"].startswith("OSError")
+    assert send(run, "table") == (0, "")
     check(run)
 
 

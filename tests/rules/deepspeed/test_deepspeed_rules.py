@@ -13,7 +13,7 @@ from trainctl.config.schema import Accelerator, ModelConfig
 from trainctl.errors import Severity
 from trainctl.rules.deepspeed.case import Case, JsonContext
 from trainctl.rules.deepspeed_schema import load, versions
-from trainctl.rules.registry import JSON_RULES, check_json
+from trainctl.rules.resolve import JSON_RULES, check_json
 
 GOLDEN = Path(__file__).parent / "messages.txt"
 CUDA = JsonContext(world_size=8, devices_per_node=8, accelerator=Accelerator.cuda)

@@ -19,7 +19,7 @@ import pytest
 from sampler import Case, around, every_break, sample
 
 from trainctl.errors import Finding
-from trainctl.rules.registry import JSON_RULES, check_json
+from trainctl.rules.resolve import JSON_RULES, check_json
 from trainctl.rules.rule import Enforcement
 
 HERE = Path(__file__).parent

@@ -524,7 +524,7 @@ class LoggingConfig:
     to: list[str] = option(
         ["tensorboard"],
         "Loggers that receive the metrics, in addition to the run's records.",
-        example="[tensorboard,csv]",
+        example="[tensorboard,wandb]",
         units="logger",
     )
     python: str | None = option(

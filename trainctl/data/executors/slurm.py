@@ -41,7 +41,7 @@ from trainctl.errors import ExitCode, RunStateError, TrainctlError, describe_exc
 from trainctl.options.launcher.slurm import SlurmConfig, shared_options
 from trainctl.readers.remote import print_notice
 from trainctl.runs.files import write_json
-from trainctl.runs.tools import run_tool
+from trainctl.runs.processes import run_tool
 
 _CALLS = "calls.json"
 _TASKS = 100

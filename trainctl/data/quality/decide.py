@@ -139,7 +139,6 @@ class _Removals:
         self.why[ids[stays]] = code
 
     def selection(self, common: int) -> Selection:
-        """Return the result of all removals."""
         return Selection(
             why=self.why,
             reasons=tuple(self._reasons),

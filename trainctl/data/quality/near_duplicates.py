@@ -130,7 +130,6 @@ def _slices(counts: I64) -> list[int]:
 
 
 def _band_rows(table: Path, copies: Path, number: int, bands: Bands) -> Rows:
-    """Yield the keys of the bands of a part's documents, and the documents."""
     part = MeasuredCorpus.open(table).parts[number]
     left_out = part.among(read_kept(copies))
     for begin in range(0, part.documents, _ROWS):
@@ -142,7 +141,6 @@ def _band_rows(table: Path, copies: Path, number: int, bands: Bands) -> Rows:
 
 
 def _compare_groups(table: Path, threshold: float, groups: Groups) -> Result:
-    """Return the similar pairs within groups of documents."""
     comparison = _Comparison(MeasuredCorpus.open(table), threshold)
     comparison.compare(groups)
     found = comparison.found()
@@ -160,8 +158,6 @@ def _compare_slice(
 
 
 class _Comparison:
-    """Comparison of documents, which collects the pairs that are similar."""
-
     def __init__(self, corpus: MeasuredCorpus, threshold: float) -> None:
         self._corpus, self._threshold = corpus, threshold
         error = np.sqrt(threshold * (1 - threshold) / HASHES)
@@ -170,7 +166,6 @@ class _Comparison:
         self._found: list[Pairs] = []
 
     def compare(self, groups: Groups) -> None:
-        """Find the similar pairs within each group."""
         ids, counts = groups
         ends = np.cumsum(counts)
         for size in np.unique(counts).tolist():

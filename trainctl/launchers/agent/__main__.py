@@ -200,7 +200,6 @@ class Agent:
         guard: SignalGuard,
         fork_server: ForkServer | None,
     ) -> int:
-        """Start the ranks and watch them to their end; return the launch's exit code."""
         launcher, is_first = plan.config.launcher, self._node == 0
         code = 0
         oom_kills = host_oom_kills()

@@ -204,7 +204,6 @@ class _Group:
 
 
 def _groups(states: Mapping[int, RankState]) -> Iterator[_Group]:
-    """Yield the process groups of the ranks' records."""
     calls: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Call]]] = {}
     descriptions = {}
     for rank, state in states.items():

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainctl.errors import ExitCode, MachineError, TrainctlError
-from trainctl.hardware.binding import rank_processors
 from trainctl.hardware.builds import tools_path
+from trainctl.hardware.detect import rank_processors
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import BENCHMARK_VARIABLE, PROCESSORS_VARIABLE
 from trainctl.runs.directory import run_id

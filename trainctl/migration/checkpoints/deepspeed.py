@@ -434,7 +434,6 @@ class DeepSpeedSource(Source):
 
 
 def _optimizer_of(file: TorchFile) -> dict[str, Any]:
-    """Return the optimizer's state in a shard."""
     found = file.content.get("optimizer_state_dict")
     if not isinstance(found, dict) or "partition_count" not in found:
         raise damaged(file.path, "it is no optimizer state of ZeRO")

@@ -1,20 +1,36 @@
-"""A run's checkpoint with its optimizer, in the terms of torch's optimizers."""
+"""A run's checkpoint with its optimizer, in the terms of torch's optimizers.
+
+An export for torch's distributed checkpoints is read by `dcp.load` on any layout.
+
+An export is proven: every number is read back and compared. The weights are loaded by the library
+that the export is for, where it loads them without a training of its own. All states are read by
+the importer of the format.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.schema import RunConfig
 from trainctl.errors import RunStateError, TrainctlError
+from trainctl.migration.checkpoints.source import open_source
+from trainctl.models.hf_weights import tied_names
 from trainctl.options.optimizer import Maker, spec_of
 from trainctl.plans.deepspeed import optimizer_parameter
 from trainctl.plans.mup import multipliers
+from trainctl.plans.optimizers import parameter_groups
 from trainctl.plans.schedule import Curve
 from trainctl.plans.trainable import is_partial
 from trainctl.plans.types import RunPlan
@@ -22,8 +38,18 @@ from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
 from trainctl.train.checkpoint.content import CheckpointReader
-from trainctl.train.export.output import ExportedCheckpoint
-from trainctl.train.models.model import skeleton
+from trainctl.train.checkpoint.optimizer_state import MASTER
+from trainctl.train.export.check import (
+    CheckedExport,
+    ExportCase,
+    TransformersTarget,
+    check_directory,
+    compare,
+    rounding_to,
+)
+from trainctl.train.export.output import ExportedCheckpoint, new_folder
+from trainctl.train.models.encoders import auto_class
+from trainctl.train.models.model import skeleton, with_portable_attention
 
 PIECE = 1 << 22
 """Elements that are copied at a time: 16 MiB in fp32."""
@@ -154,3 +180,170 @@ class ExportedRun:
             num_parameters=sum(shape.numel() for shape in self.shapes.values()),
             notes=self.notes,
         )
+
+
+def check_trainer(config: RunConfig, checkpoint: Path, out: Path) -> CheckedExport:
+    """Check a folder for transformers' Trainer: its model by transformers, and all states."""
+    checked = check_directory(config, checkpoint, out, dtype=torch.float32)
+    return _compare_states(checked, config, checkpoint, out, "trainer")
+
+
+def check_dcp(config: RunConfig, checkpoint: Path, out: Path) -> CheckedExport:
+    """Check a distributed checkpoint: its model by `dcp.load`, and all states."""
+    case = ExportCase(config, checkpoint, out, torch.float32)
+    checked = compare(case, partial(_DcpTarget, case), rounding_to(torch.float32))
+    return _compare_states(checked, config, checkpoint, out, "dcp")
+
+
+def check_universal(config: RunConfig, checkpoint: Path, out: Path) -> CheckedExport:
+    """Check a universal checkpoint: all states. DeepSpeed loads it in an engine alone."""
+    checked = CheckedExport("trainctl's importer")
+    return _compare_states(checked, config, checkpoint, out, "universal")
+
+
+class _DcpTarget(TransformersTarget):
+    """A model of transformers with the weights that torch loads from a distributed checkpoint."""
+
+    def __init__(self, case: ExportCase) -> None:
+        super().__init__(case)
+        self.library = f"torch {torch.__version__}"
+
+    def _load(self, case: ExportCase, **trusts: bool) -> Any:
+        shape = skeleton(with_portable_attention(case.config.model), torch.float32).config
+        has_score = case.config.model.score_outputs is not None
+        kind = auto_class(shape, has_score=has_score)
+        model = kind.from_config(shape, dtype=torch.float32, **trusts)
+        weights = model.state_dict()
+        dcp.load({"model": weights}, checkpoint_id=str(case.out), no_dist=True)
+        return model.eval()
+
+    def stops_at(self, token: int) -> bool:
+        return True  # the format has weights and states alone
+
+
+def _compare_states(
+    checked: CheckedExport, config: RunConfig, checkpoint: Path, out: Path, format: str
+) -> CheckedExport:
+    """Compare all weights and states bit for bit; add the result."""
+    saved, source = CheckpointReader(checkpoint), open_source(out, format)
+    model = skeleton(with_portable_attention(config.model), torch.float32)
+    source.use_model(model)
+    differing = []
+    for name, parameter in model.named_parameters():
+        for state in source.states:
+            equal = True
+            for start in range(0, parameter.numel(), PIECE):
+                end = min(start + PIECE, parameter.numel())
+                ours = saved.read_state(name, state, start, end)
+                equal &= torch.equal(source.read(name, state, start, end), ours)
+            checked.states += parameter.numel()
+            if not equal:
+                differing.append(f"{name} ({state})")
+        saved.close()
+    source.verify()
+    if differing:
+        more = f" and {len(differing) - 1:,} more" if len(differing) > 1 else ""
+        checked.differences.append(f"{differing[0]}{more} differs from the checkpoint's")
+    scalars = dict(saved.manifest["scalars"])
+    if dict(source.scalars) != scalars:
+        checked.differences.append(f"the optimizer's numbers are {source.scalars}, not {scalars}")
+    if source.progress.step != saved.manifest["step"]:
+        checked.differences.append(f"the step is {source.progress.step}")
+    return checked
+
+
+def export_dcp(
+    config: RunConfig, checkpoint: Path, out: Path, *, progress: Progress = lambda done, total: None
+) -> ExportedCheckpoint:
+    """Write weights and optimizer states to a new folder, by torch's own writer.
+
+    The keys are those of `{"model": ..., "optimizer": ...}` with the state dicts of
+    `torch.distributed.checkpoint.state_dict`. The optimizer's settings are there by group and,
+    for `flatten_optimizer_state_dict`, by parameter. `trainer` has the step, samples and tokens.
+
+    Raises:
+        TrainctlError: See `ExportedRun.open`; or the folder cannot be written.
+    """
+    run = ExportedRun.open(config, checkpoint, "dcp")
+    optimizer, planner = _optimizer_state(config, run), _Planner(run, progress)
+    content: dict[str, Any] = {
+        "model": {name: torch.empty(shape, device="meta") for name, shape in run.shapes.items()},
+        "optimizer": optimizer,
+        "trainer": {name: run.saved.manifest[name] for name in ("step", "samples", "tokens")},
+    }
+    for group in optimizer["param_groups"]:
+        for key, value in group.items():
+            if key != "params":
+                for name in group["params"]:
+                    content[f"optimizer.param_groups.{name}.{key}"] = value
+    with new_folder(out, run.num_bytes) as folder:
+        writer = _Writer(folder, tied_names(run.model))
+        dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
+    return run.result(out)
+
+
+def _optimizer_state(config: RunConfig, run: ExportedRun) -> dict[str, Any]:
+    """Return the optimizer's state dict by names, with tensors without values."""
+    groups = [
+        (
+            group.parameters,
+            {"weight_decay": group.weight_decay, "lr_factor": group.lr_factor},
+        )
+        for group in parameter_groups(config)
+    ]
+    saved = run.optimizer(groups).state_dict()["param_groups"]
+    for (names, _), group in zip(groups, saved, strict=True):
+        group["params"] = list(names)
+    state = {
+        name: {
+            **run.scalars(),
+            **{state: torch.empty(shape, device="meta") for state in run.states},
+        }
+        for name, shape in run.shapes.items()
+    }
+    return {"state": state, "param_groups": saved}
+
+
+class _Planner(DefaultSavePlanner):  # type: ignore[misc]
+    """Planner that reads each tensor from the checkpoint when it is written.
+
+    torch's writer keeps all tensors of a file until it is complete. So the values of each are freed
+    when the next is asked for: a writer without threads has written it by then.
+    """
+
+    def __init__(self, run: ExportedRun, progress: Progress) -> None:
+        super().__init__()
+        self._run, self._progress, self._done = run, progress, 0
+        self._written = torch.empty(0)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = super().lookup_object(index)
+        if not isinstance(found, torch.Tensor) or not found.is_meta:
+            return found
+        name, state = index.fqn.removeprefix("model."), MASTER
+        if index.fqn.startswith("optimizer.state."):
+            name, _, state = index.fqn.removeprefix("optimizer.state.").rpartition(".")
+        self._done += found.nbytes
+        self._progress(self._done, self._run.num_bytes)
+        self._written.untyped_storage().resize_(0)
+        self._written = self._run.read(name, state)
+        return self._written
+
+
+class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
+    """Writer whose metadata lists a tied weight under all its names, though it is stored once."""
+
+    def __init__(self, folder: Path, tied: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(folder, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
+        self._tied = {f"model.{name}": others for name, others in tied.items()}
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        written = [result for listed in results for result in listed]
+        for result in written:
+            for other in self._tied.get(result.index.fqn, ()):
+                key, index = f"model.{other}", result.index
+                metadata.state_dict_metadata[key] = metadata.state_dict_metadata[index.fqn]
+                metadata.planner_data[key] = ("model", other)
+                alias = MetadataIndex(key, index.offset, index.index)
+                results[0].append(replace(result, index=alias))
+        super().finish(metadata, results)

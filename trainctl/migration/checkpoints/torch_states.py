@@ -253,7 +253,6 @@ class TorchSource(Source):
         """Set `shapes` to those of the weights under the model's names."""
 
     def _weights_type(self) -> torch.dtype:
-        """Return the type that the weights are saved in."""
         return self._read_weights(next(iter(self.shapes)), 0, 1).dtype
 
     def _expected_groups(self, model: PreTrainedModel) -> Sequence[Sequence[str]]:

@@ -23,9 +23,8 @@ from trainctl import __version__
 from trainctl.config.schema import RunConfig
 from trainctl.engines.process import Process, joined_process
 from trainctl.errors import MachineError, RunStateError, TrainctlError
-from trainctl.migration.checkpoints.differences import differences
 from trainctl.migration.checkpoints.names import match_names
-from trainctl.migration.checkpoints.source import FORMATS, Source, reading
+from trainctl.migration.checkpoints.source import FORMATS, Source, differences, reading
 from trainctl.migration.checkpoints.unpickle import as_numbers, damaged
 from trainctl.models.hf_weights import persistent_buffers, tied_names
 from trainctl.options.adapter import low_rank
@@ -454,7 +453,6 @@ def _read_ahead(pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _split_into_files(
     source: Source, names: Mapping[str, str], num_states: int
 ) -> Iterator[list[str]]:
-    """Yield the parameters of each file, in the model's order."""
     listed: list[str] = []
     size = 0
     for name, there in names.items():

@@ -17,8 +17,7 @@ from trainctl.errors import Finding, Severity, TrainctlError
 from trainctl.migration.configs.import_json import import_json_file
 from trainctl.migration.configs.import_table import SIZES, flatten, import_document
 from trainctl.migration.configs.launch_script import LaunchScript, read_launch_script
-from trainctl.migration.configs.pickled import read_pickled
-from trainctl.migration.configs.plain import PlainValues
+from trainctl.migration.configs.pickled import PlainValues, read_pickled
 from trainctl.migration.configs.result import ImportResult
 from trainctl.migration.configs.shell import Unresolved
 from trainctl.migration.configs.tables import DEEPSPEED, KeyTable, detect, load_table, tool_names

@@ -22,8 +22,7 @@ from trainctl.migration.configs.result import ConvertedKeys, ImportResult, LeftO
 from trainctl.plans.deepspeed_table import CONDITIONS, MIN_ONE_KEYS, TABLE, Modes, at_least_one
 from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, is_whole
 from trainctl.rules.passed_keys import PASS_THROUGH_KEYS, entry_of, idle_reason, owner_of
-from trainctl.rules.registry import check_file
-from trainctl.rules.resolve import resolve
+from trainctl.rules.resolve import check_file, resolve
 
 TRAINCTL_KEYS = {
     "steps_per_print": "trainctl reports itself",

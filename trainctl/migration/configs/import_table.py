@@ -389,7 +389,6 @@ def _result(conversion: Conversion) -> ImportResult:
 
 @cache
 def _keys_with(choices: tuple[str, ...]) -> list[str]:
-    """Return all keys of the schema with the chosen options, in its order."""
     from trainctl.config.compose import compose_leniently
     from trainctl.config.schema import walk_leaves
 

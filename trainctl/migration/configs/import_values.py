@@ -206,7 +206,6 @@ def _import_schedule(case: Case, wanted: ConvertedKeys) -> None:
 
 
 def _find_schedule(name: str) -> Any:
-    """Return the spec of a JSON's schedule; None without one."""
     named = (
         spec
         for spec in load_specs("schedule")

@@ -71,7 +71,6 @@ class _Reader:
         self._array: tuple[str, int] | None = None
 
     def read(self) -> list[Command]:
-        """Return the commands of the whole text."""
         while self._place < len(self._text):
             self._step()
         self._end_command()

@@ -131,8 +131,6 @@ Column = Callable[..., Any]
 
 
 class _Run:
-    """One run of a document."""
-
     def __init__(self, history: History, *, now: float, price: float | None) -> None:
         self._history = history
         self.record = read_record(history.run)
@@ -247,7 +245,6 @@ class _Run:
         return placement(self.plan, self._history.run.attempt(self._standing))
 
     def _attempts(self) -> dict[str, Any]:
-        """Return the numbers of the attempts, and the differences between their plans."""
         known = {number: self._plan_of(number) for number in sorted(self._history.attempts)}
         plans = {number: plan for number, plan in known.items() if plan is not None}
         return {

@@ -204,7 +204,6 @@ def _differing_keys(rows: Sequence[FolderRow]) -> list[str]:
 def _document(
     root: Path, rows: Sequence[FolderRow], keys: Sequence[str], *, is_sweep: bool
 ) -> dict[str, Any]:
-    """Return the JSON document of the table."""
     measure = (
         "held-out loss" if any(finite_or_none(row.held_out) is not None for row in rows) else "loss"
     )
@@ -246,7 +245,6 @@ def _row_json(row: FolderRow, keys: Sequence[str], result: float | None) -> dict
 
 
 def _result(row: FolderRow, measure: str) -> float | None:
-    """Return the number by which runs are compared."""
     if measure == "loss":
         return finite_or_none(row.summary.loss if row.summary else None)
     return finite_or_none(row.held_out)

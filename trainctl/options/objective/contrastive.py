@@ -45,8 +45,8 @@ SPEC = Objective(
     counts=RECORDS,
     reads=HIDDEN_STATES,
     passes=2,
-    build="trainctl.train.objectives.contrastive:embeddings",
-    whole="trainctl.train.objectives.contrastive:contrastive",
+    build="trainctl.train.objectives.scores:embeddings",
+    whole="trainctl.train.objectives.scores:contrastive",
     measures=("accuracy", "similarity"),
     whole_samples="an embedding is of a whole text",
 )

@@ -22,7 +22,7 @@ from trainctl.options.callbacks import Callback, Context
 from trainctl.options.data import SampleKind, spec_of
 from trainctl.runs.files import write_json
 from trainctl.runs.replays import SearchSettings
-from trainctl.train.repeated_step import RepeatedStep
+from trainctl.train.callbacks.trial import RepeatedStep
 from trainctl.train.session import Session
 
 Indices = npt.NDArray[np.int64]

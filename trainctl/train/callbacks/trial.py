@@ -1,13 +1,16 @@
 """Trial of devices: shares of a batch are computed on several devices, and checksums are written.
 
-The ranks stay where they are, and their shares rotate. A rank's own gradients are summed bit by
-bit before they are reduced with those of other ranks. `trainctl.launchers.trial` compares them.
+The gradient of the next step is computed again and again without an update. The ranks stay where
+they are, and their shares rotate. A rank's own gradients are summed bit by bit before they are
+reduced with those of other ranks. `trainctl.launchers.trial` compares them.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,13 +18,76 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from trainctl.engines.micro_batch import MicroBatch
+from trainctl.errors import TrainctlError
 from trainctl.options.callbacks import Callback, Context
+from trainctl.plans.mixture import StagedBatches, stages_of_plan
 from trainctl.runs.files import write_json
 from trainctl.runs.replays import TrialSettings
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.nonfinite import module_paths
-from trainctl.train.repeated_step import RepeatedStep
-from trainctl.train.session import Session
+from trainctl.train.session import Session, seed_step
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Loss and gradient of a repetition, over all ranks."""
+
+    loss: float
+    """Mean over `num_labels`, in nats."""
+    num_labels: float
+    """Number of labels (or records) that the gradient's sum is divided by."""
+    grad_norm: float | None
+    """Norm of the gradient; None if the trainer cannot read gradients."""
+
+
+class RepeatedStep:
+    """The step after those that a session has made. All ranks make the same calls together.
+
+    Attributes:
+        first_sample: Counter of the step's first sample.
+        batch: Global batch of the step.
+
+    Raises:
+        TrainctlError: The engine updates weights in the backward pass, or the session was stopped
+            before its last step.
+    """
+
+    def __init__(self, session: Session) -> None:
+        if session.engine.updates_in_backward:
+            raise TrainctlError(
+                "weights are updated in the backward pass, so no step can be computed twice",
+                hint="offload.zenflow=false",
+            )
+        self._session, progress = session, session.progress
+        if progress.step != session.plan.stop_step:
+            raise TrainctlError(
+                f"the replay was stopped after step {progress.step:,}, "
+                f"{session.plan.stop_step - progress.step:,} before the end",
+                hint="a callback of yours may ask for it (callbacks)",
+            )
+        stages = StagedBatches(stages_of_plan(session.plan))
+        self.first_sample, self.batch = stages.at(progress.step, progress.samples)
+        session.engine.set_batch(self.batch)
+
+    def measure(self, batches: Sequence[MicroBatch], data_rank: int) -> Measured:
+        """Compute loss and gradient of micro-batches, and drop the gradient.
+
+        Args:
+            data_rank: Data-parallel rank whose random numbers (dropout) are drawn.
+        """
+        session = self._session
+        data, replicas = session.mesh.data, session.mesh.replicas
+        of_a_sample = replicas.size // data.size  # ranks with parts of the same samples
+        replica = data_rank * of_a_sample + replicas.index % of_a_sample
+        seed_step(session.plan.config.training.seed, session.progress.step, replica)
+        loss, num_labels = session.engine.accumulate(batches)
+        session.routers.take(session.process, session.mesh, num_labels)
+        gradients = session.gradients
+        norm = gradients.norms().total if gradients.are_visible else None
+        session.engine.discard()
+        return Measured(loss, num_labels, norm)
+
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x9E3779B97F4A7C1  # odd, so that no bit of an earlier micro-batch is lost

@@ -160,7 +160,6 @@ class PublishedModel:
 def _split_into_files(
     units: list[Unit], dtype: torch.dtype, shard_bytes: int
 ) -> dict[str, list[Unit]]:
-    """Return the units of each weight file, in the model's order."""
     shards: list[list[Unit]] = [[]]
     room = shard_bytes
     for unit in units:
@@ -185,7 +184,6 @@ def _write_weights(
     dtype: torch.dtype,
     pieces: Callable[[Unit], Iterator[torch.Tensor]],
 ) -> None:
-    """Write the weight files, and their index if there are several."""
     weight_map: dict[str, str] = {}
     total = 0
     for file, units in shards.items():

@@ -314,8 +314,6 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of the file."""
-
     name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType

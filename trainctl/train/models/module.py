@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
-from trainctl.config.function_arguments import arguments_class, call_function, check_arguments
+from trainctl.config.check import arguments_class, call_function, check_arguments
 from trainctl.config.schema import ModelConfig
 from trainctl.data.user_functions import load_user_function
 from trainctl.errors import TrainctlError

@@ -42,8 +42,13 @@ from trainctl.train.parallel.collectives import (
     all_gather,
     all_reduce,
 )
-from trainctl.train.parallel.module_plan import cut_module, vocabulary_layers
-from trainctl.train.parallel.row_layers import RowConv1D, RowLinear, row_class
+from trainctl.train.parallel.module_plan import (
+    RowConv1D,
+    RowLinear,
+    cut_module,
+    row_class,
+    vocabulary_layers,
+)
 from trainctl.train.parallel.shard_plan import has_parts, shard_plan_of
 
 

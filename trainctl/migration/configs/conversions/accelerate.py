@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from trainctl.migration.configs.conversions.deepspeed import convert_file
-from trainctl.migration.configs.conversions.fsdp import HYBRID, choose_engine, group_size
+from trainctl.migration.configs.conversions.deepspeed import (
+    HYBRID,
+    choose_engine,
+    convert_file,
+    group_size,
+)
 from trainctl.migration.configs.import_table import Conversion
 
 DEEPSPEED, FSDP, PARALLEL = "deepspeed_config", "fsdp_config", "parallelism_config"

@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainctl.migration.configs.conversions import optimizers, trainer
-from trainctl.migration.configs.conversions.datasets import DataPart, choose_data, place
-from trainctl.migration.configs.conversions.deepspeed import convert_file
-from trainctl.migration.configs.conversions.fsdp import choose_engine
+from trainctl.migration.configs.conversions import trainer
+from trainctl.migration.configs.conversions.deepspeed import choose_engine, convert_file
+from trainctl.migration.configs.conversions.sections import (
+    DataPart,
+    choose_data,
+    choose_optimizer,
+    place,
+)
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
 
@@ -201,7 +205,7 @@ def _loss_of_pairs(source: Conversion) -> None:
 
 def optimizer(source: Conversion) -> None:
     """Convert the name of the optimizer."""
-    optimizers.choose(source, "optimizer")
+    choose_optimizer(source, "optimizer")
 
 
 def learning_rates(source: Conversion) -> None:

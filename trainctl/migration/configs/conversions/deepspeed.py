@@ -1,4 +1,8 @@
-"""DeepSpeed's JSON inside another program's configuration: a file that it names, or a section."""
+"""ZeRO and FSDP in other programs' configurations.
+
+DeepSpeed's JSON is a file that they name, or a section. The sharding of torch's FSDP has other
+names in accelerate, the Trainer and torchtitan.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,10 @@ from typing import Any
 from trainctl.config.json_file import read_json
 from trainctl.errors import Finding, TrainctlError
 from trainctl.migration.configs.import_json import import_json, world_size_of
-from trainctl.migration.configs.import_table import Conversion
+from trainctl.migration.configs.import_table import SIZES, Conversion
 from trainctl.migration.configs.result import Why
 from trainctl.rules.deepspeed.case import JsonContext
-from trainctl.rules.registry import check_json
+from trainctl.rules.resolve import check_json
 
 NO_JSON = "TC570"
 OPEN_BATCH = {"train_micro_batch_size_per_gpu": "auto"}
@@ -83,7 +87,6 @@ def convert_section(source: Conversion, section: str, *groups: str) -> None:
 
 
 def _first_error(source: Conversion, json: Mapping[str, Any]) -> str:
-    """Return the first error of a JSON; empty if it has none."""
     around = JsonContext(world_size=_ranks(source, json), fills_auto=True)
     errors = [each for each in check_json(json, around) if each.is_error]
     return f"{errors[0].key}: {errors[0].message}" if errors else ""
@@ -91,3 +94,89 @@ def _first_error(source: Conversion, json: Mapping[str, Any]) -> str:
 
 def _ranks(source: Conversion, json: Mapping[str, Any]) -> int:
     return source.world_size or max(1, world_size_of(json))
+
+
+STAGES = {
+    "FULL_SHARD": "3",
+    "1": "3",
+    "SHARD_GRAD_OP": "2",
+    "2": "2",
+    "NO_SHARD": "0",
+    "3": "0",
+    "HYBRID_SHARD": "3",
+    "4": "3",
+    "HYBRID_SHARD_ZERO2": "2",
+    "_HYBRID_SHARD_ZERO2": "2",
+    "5": "2",
+}
+"""ZeRO stage of each sharding strategy, by name or by FSDP1's number."""
+
+HYBRID = ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2", "5")
+"""Strategies that shard within groups of ranks, by default nodes."""
+
+NO_GROUPS = "DeepSpeed has no shard groups"
+UNKNOWN_GROUP = "the number of devices of a node is not known here"
+
+
+def choose_engine(
+    source: Conversion,
+    strategy: Any,
+    *,
+    name: str,
+    to_host: bool = False,
+    has_axes: bool = False,
+    group: int | None = None,
+) -> None:
+    """Choose the engine and the ZeRO stage for a sharding strategy.
+
+    Args:
+        strategy: One of `STAGES`, or its number; None is full sharding.
+        name: Key of the source that asks for it.
+        to_host: Shards, gradients and states are offloaded to the host.
+        has_axes: Ranks are not data-parallel alone, which `engine=fsdp2` does not do.
+        group: Number of ranks that shard among themselves (HSDP); for a hybrid strategy by default
+            unknown, for others all.
+    """
+    wanted = str(strategy or "FULL_SHARD").upper()
+    stage = STAGES.get(wanted)
+    if stage is None:
+        source.leave(name, f"there is no sharding {strategy}", "zero_stage=3 or zero_stage=2")
+        stage = "3"
+    is_fsdp2 = not has_axes and stage != "0" and _is_supported(source)
+    source.set("engine", "fsdp2" if is_fsdp2 else "deepspeed", name)
+    source.set("zero_stage", stage, name)
+    if is_fsdp2 and group is not None and group > 1:
+        source.set("zero_stage.shard_group_size", group, name)
+    elif wanted in HYBRID or group is not None:
+        why = UNKNOWN_GROUP if is_fsdp2 else NO_GROUPS
+        source.leave(name, why, "engine=fsdp2 zero_stage.shard_group_size=N")
+    if to_host:
+        source.set("offload", "cpu-all" if stage == "3" else "cpu")
+
+
+def group_size(shards: Any, copies: int, ranks: int | None) -> int:
+    """Return the ranks of a shard group, if a source names them or the `ranks` of all `copies`
+    groups; 0 if it is not known.
+    """
+    if isinstance(shards, int) and shards > 1:
+        return shards
+    return 0 if ranks is None or ranks % copies else ranks // copies
+
+
+FORMATS = ("fp32", "bf16")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
+COMPILED = ("compiled", "deepcompile", "liger")
+
+
+def _is_supported(source: Conversion) -> bool:
+    """Return True if `engine=fsdp2` does what has been converted so far (docs/fsdp2.md)."""
+    choices, settings = source.converted.choices, source.converted.settings
+    return (
+        all(settings.get(size, 1) == 1 for size in SIZES)
+        and choices.get("precision", "bf16") in FORMATS
+        and choices.get("optimizer", "adamw") in OPTIMIZERS
+        and choices.get("adapter", "none") == "none"
+        and choices.get("kernels") not in COMPILED
+        and not settings.get("kernels.liger")
+        and settings.get("kernels.compile", "none") == "none"
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.migration.configs.conversions.deepspeed import convert_section
-from trainctl.migration.configs.conversions.model_shape import missing_vocabulary, set_shape
+from trainctl.migration.configs.conversions.sections import missing_vocabulary, set_shape
 from trainctl.migration.configs.conversions.trainer import set_ends
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why

@@ -7,9 +7,15 @@ from typing import Any
 
 from trainctl.config.reading import read_json
 from trainctl.errors import TrainctlError
-from trainctl.migration.configs.conversions import optimizers, trainer
-from trainctl.migration.configs.conversions.datasets import DataPart, choose_data, join, place
+from trainctl.migration.configs.conversions import trainer
 from trainctl.migration.configs.conversions.deepspeed import convert_file
+from trainctl.migration.configs.conversions.sections import (
+    DataPart,
+    choose_data,
+    choose_optimizer,
+    join,
+    place,
+)
 from trainctl.migration.configs.import_file import read_document
 from trainctl.migration.configs.import_table import SIZES, Conversion
 from trainctl.models.local_path import is_there
@@ -240,7 +246,7 @@ def optimizer(source: Conversion) -> None:
         source.set("optimizer.matrix_lr", None)
         source.ignore("use_muon replaces it", "optim")
     else:
-        optimizers.choose(source, "optim")
+        choose_optimizer(source, "optim")
 
 
 def precision(source: Conversion) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainctl.migration.configs.conversions.fsdp import choose_engine, group_size
-from trainctl.migration.configs.conversions.model_shape import set_shape
+from trainctl.migration.configs.conversions.deepspeed import choose_engine, group_size
+from trainctl.migration.configs.conversions.sections import set_shape
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
 

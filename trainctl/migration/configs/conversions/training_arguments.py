@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from trainctl.migration.configs.conversions import optimizers
-from trainctl.migration.configs.conversions.deepspeed import convert_file
-from trainctl.migration.configs.conversions.fsdp import choose_engine, group_size
+from trainctl.migration.configs.conversions.deepspeed import choose_engine, convert_file, group_size
+from trainctl.migration.configs.conversions.sections import WHY_NO_OPTIMIZER, choose_optimizer
 from trainctl.migration.configs.import_table import Conversion
 
 
 def optimizer(source: Conversion) -> None:
     """Convert `optim`; before 4.20 a switch chose Adafactor."""
     if source.is_on("adafactor"):
-        source.leave("adafactor", optimizers.WHY_NOT["adafactor"], "optimizer=adafactor")
+        source.leave("adafactor", WHY_NO_OPTIMIZER["adafactor"], "optimizer=adafactor")
         source.set("optimizer", "adamw")
     elif source.table.keys["optim"].convert == "training_arguments.optimizer":
-        optimizers.choose(source, "optim")  # a table that extends this one may read it otherwise
+        choose_optimizer(source, "optim")  # a table that extends this one may read it otherwise
 
 
 def recomputation(source: Conversion) -> None:

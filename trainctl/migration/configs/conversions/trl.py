@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainctl.migration.configs.conversions import grpo, trainer
-from trainctl.migration.configs.conversions.datasets import FILE_ENDINGS, join
+from trainctl.migration.configs.conversions.sections import FILE_ENDINGS, join
 from trainctl.migration.configs.import_table import Conversion, is_number
 from trainctl.migration.configs.result import Why
 from trainctl.models.directory import is_hub_name

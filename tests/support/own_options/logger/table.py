@@ -1,4 +1,4 @@
-"""Tables `RUN/csv/train.csv` and `RUN/csv/evaluation.csv`: one row per step, one column per
+"""Tables `RUN/table/train.csv` and `RUN/table/evaluation.csv`: one row per step, one column per
 metric.
 """
 
@@ -126,4 +126,4 @@ class CsvTable:
             stream.truncate(end)
 
 
-SPEC = Logger(name="csv", build=Tables)
+SPEC = Logger(name="table", build=Tables)

@@ -1,11 +1,16 @@
-"""Data of other programs: files, URLs and datasets of the hub, as one source or a mixture."""
+"""Sections that several programs have: data, the shape of a model in numbers, and the optimizer.
+
+Data are files, URLs and datasets of the hub, as one source or a mixture.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainctl.errors import Finding
 from trainctl.migration.configs.import_table import Conversion
 from trainctl.models.directory import is_hub_name
 from trainctl.models.local_path import is_there
@@ -90,3 +95,87 @@ def choose_data(source: Conversion, parts: list[DataPart], *, epochs: str) -> No
             for number, part in enumerate(parts, 1)
         },
     )
+
+
+FAMILIES = {
+    "llama": "llama-7b",
+    "mistral": "mistral-7b",
+    "qwen3": "qwen3-8b",
+    "gpt2": "gpt2-124m",
+}
+"""Option of the group `model` whose keys a family's shape replaces."""
+
+
+def set_shape(source: Conversion, family: str, shape: Mapping[str, Any], name: str) -> None:
+    """Choose a family and set its shape.
+
+    Args:
+        family: One of `FAMILIES`.
+        shape: Values of keys of the section `model`; all that the family's option has, or the
+            option's own would be invented.
+        name: Key of the source that the choice comes from.
+    """
+    source.set("model", FAMILIES[family], name)
+    for key, value in shape.items():
+        source.set(f"model.{key}", value)
+
+
+def missing_vocabulary(source: Conversion, why: str) -> None:
+    """Record that the size of the vocabulary must be given."""
+    source.findings.append(
+        Finding(
+            rule="TC102",
+            key="model.vocab_size",
+            message=f"the source does not say how large the vocabulary is: {why}",
+            hint="model.vocab_size=N",
+        )
+    )
+
+
+SAME_OPTIMIZERS = {
+    "adamw": "adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_hf adamw "
+    "adamw_apex_fused adamw_anyprecision paged_adamw paged_adamw_32bit optimi_adamw flash_adamw",
+    "adamw_8bit": "adamw_bnb_8bit adamw_8bit paged_adamw_8bit adamw_torch_8bit ao_adamw_8bit",
+    "lion": "lion lion_32bit paged_lion_32bit paged_lion flash_lion",
+    "sgd": "sgd flash_sgd",
+    "muon": "muon",
+}
+"""Options of the group `optimizer`, each with the names that it has elsewhere."""
+
+NEAR_OPTIMIZERS = {
+    "adafactor": "adafactor",
+    "lion_8bit": "lion",
+    "paged_lion_8bit": "lion",
+    "adamw_torch_4bit": "adamw_8bit",
+    "ao_adamw_4bit": "adamw_8bit",
+    "ao_adamw_fp8": "adamw_8bit",
+    "q_galore_adamw8bit": "adamw_8bit",
+    "dion": "muon",
+}
+"""Nearest options of optimizers that there are not; of all others it is AdamW."""
+
+WHY_NO_OPTIMIZER = {
+    "adafactor": "its learning rate is absolute there and relative to the parameters here",
+    "lion_8bit": "its state has 8 bits there",
+    "paged_lion_8bit": "its state has 8 bits there",
+}
+
+
+def choose_optimizer(source: Conversion, name: str) -> str:
+    """Convert the optimizer that the key `name` of a source names, and return its option."""
+    theirs = str(source.get(name)).lower()
+    ours = next(
+        (option for option, names in SAME_OPTIMIZERS.items() if theirs in names.split()), ""
+    )
+    if not ours:
+        nearest = NEAR_OPTIMIZERS.get(theirs, "adamw")
+        reason = WHY_NO_OPTIMIZER.get(theirs, f"there is no optimizer {theirs}")
+        source.leave(name, reason, f"optimizer={nearest}")
+        source.set("optimizer", "adamw")
+        return "adamw"
+    source.set("optimizer", ours, name)
+    if ours == "sgd":
+        source.set("optimizer.momentum", 0.0)
+    if ours == "muon":
+        source.set("optimizer.matrix_lr", None)
+    return ours
