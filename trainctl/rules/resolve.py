@@ -196,7 +196,6 @@ def resolve(config: RunConfig, hardware: Hardware) -> Resolution:
     assert mesh is not None and batch is not None and batches is not None
     if total_steps is None:  # TC067 warns of this
         total_steps, total_reasons = uncounted_steps(config.training)
-
     passed, has_json = user_settings(config.deepspeed), engine_of(config).takes_json
     case = plan_json_case(config, hardware, mesh, draft.settings, passed) if passed else draft.case
     if has_json:
