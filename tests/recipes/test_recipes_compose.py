@@ -161,12 +161,9 @@ LAYOUT = frozenset(["parallelism", "zero_stage.stage", "offload"])
 
 ON_GPUS = [name for name in WHOLE if recipe_of(name).hardware.accelerator is not Accelerator.cpu]
 
-UNSEARCHED = ("sft-70b-qlora-1x80g",)
-"""Recipes that the search takes for too large: it counts weights of 4 bits as 16."""
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ON_GPUS if name not in UNSEARCHED])
+@pytest.mark.parametrize("name", ON_GPUS)
 def test_a_recipe_is_as_fast_as_its_layout_allows(name: str) -> None:
     config = recipe_of(name)
     hardware = resolve_hardware(config.hardware)

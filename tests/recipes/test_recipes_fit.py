@@ -12,7 +12,7 @@ PEAKS = {
     "sft-8b-lora-1x24g": 18.5,
     "sft-8b-full-8x80g": 45.5,
     "sft-70b-lora-8x80g": 34.4,
-    "sft-70b-qlora-1x80g": 44.8,
+    "sft-70b-qlora-1x80g": 54.9,
     "distill-1b-8x80g": 23.7,
     "reward-8b-8x80g": 36.9,
     "classify-0.6b-1x24g": 11.7,

@@ -24,6 +24,7 @@ from trainctl.options.activation_checkpointing import (
     kinds_by_saved_activations,
     recomputing_section,
 )
+from trainctl.options.adapter import low_rank
 from trainctl.options.engine import engine_of
 from trainctl.options.launcher import launcher_for
 from trainctl.plans import shapes
@@ -158,7 +159,9 @@ class LeftOutLayouts:
 def placeholder_length(config: RunConfig) -> Values:
     """Return a placeholder length if none is configured: a plan needs one, its speed does not."""
     training = config.training
-    return {"training.steps": 1} if training.steps is None and training.tokens is None else {}
+    if training.steps is None and training.tokens is None:
+        return {"training.steps": 1, "training.epochs": None}
+    return {}
 
 
 class Space:
@@ -479,7 +482,8 @@ class Space:
         return (model.num_experts or 1) % (mesh.expert * tensor) == 0 and are_met
 
     def _state_bytes(self, layout: ShownLayout) -> float:
-        """Return a lower bound of the device bytes of 16-bit weights and fp32 master weights.
+        """Return a lower bound of the device bytes of 16-bit weights, or 4-bit ones under an
+        adapter, and fp32 master weights.
 
         Every configuration needs more, so that nothing that fits is left out.
         """
@@ -488,7 +492,9 @@ class Space:
         dense = shapes.count_parameters(self.config.model).blocks - experts
         elements = (dense + experts / mesh.expert) / (mesh.tensor * mesh.pipeline)
         partitioned = (dense + experts) / mesh.world_size
-        weights = 0.0 if parameters else 2 * (partitioned if stage == 3 else elements)
+        adapter = low_rank(self.config.adapter)
+        width = 0.5 if adapter is not None and adapter.is_quantized else 2
+        weights = 0.0 if parameters else width * (partitioned if stage == 3 else elements)
         without = optimizer or is_partial(self.config)
         states = 0.0 if without else 4 * (partitioned if stage else elements)
         return weights + states
