@@ -29,6 +29,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     return made
 
 
+@pytest.mark.usefixtures("own_options")
 def test_a_step_is_a_record_as_the_trainer_writes_it(run: RunPaths) -> None:
     assert records.log(step=1, loss=torch.tensor(2.5), learning_rate=1e-3, accuracy=np.float32(0.5))
     assert records.log(step=2, loss=float("nan"), seconds={"data": 0.25})
@@ -41,8 +42,8 @@ def test_a_step_is_a_record_as_the_trainer_writes_it(run: RunPaths) -> None:
         "step 1/9 loss 2.5000 lr 1.0e-03 accuracy 0.5",
         "evaluation at step 2: f1 0.75",
     ]
-    assert send_rest(run, "csv", RunConfig()) == 0
-    with (run.root / "csv" / "train.csv").open(newline="") as stream:
+    assert send_rest(run, "table", RunConfig()) == 0
+    with (run.root / "table" / "train.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert [row["train/accuracy"] for row in rows] == ["0.5", ""]
     assert rows[1]["seconds/data"] == "0.25"

@@ -152,7 +152,7 @@ def test_values_that_an_option_drops_are_one_warning_that_brings_them_back(write
     assert dropped.message == (
         "optimizer=sgd, schedule=linear, data=files drop what the recipe set: "
         "optimizer.lr=5e-05 (recipes/mine.yaml:2), "
-        "schedule.warmup_steps=2000 (recipes/7b-zero2.yaml:19), "
+        "schedule.warmup_steps=2000 (recipes/7b-zero2.yaml:21), "
         "data.held_out_fraction=0.01 (recipes/mine.yaml:3)"
     )
     assert dropped.hint.startswith("to keep them: ")
@@ -180,25 +180,25 @@ def told(composed: ComposedConfig) -> list[tuple[str, str]]:
         ),
         (
             ["recipe=dpo-8b-lora", "training.steps=9"],
-            "training.steps=9 replaces training.epochs=1.0 of recipes/dpo-8b-lora.yaml:37",
+            "training.steps=9 replaces training.epochs=1.0 of recipes/dpo-8b-lora.yaml:36",
         ),
         (
             ["recipe=7b-zero3", "training.epochs=2"],
-            "training.epochs=2 replaces training.tokens=135000000000 of recipes/7b-zero2.yaml:22",
+            "training.epochs=2 replaces training.tokens=135000000000 of recipes/7b-zero2.yaml:24",
         ),
         (
             ["recipe=7b-zero3", "training.global_batch_tokens=2M"],
             "training.global_batch_tokens=2M replaces training.global_batch_size=1024 of "
-            "recipes/7b-zero2.yaml:24",
+            "recipes/7b-zero2.yaml:26",
         ),
         (
             ["recipe=7b-zero3", "schedule.warmup_fraction=0.05"],
             "schedule.warmup_fraction=0.05 replaces schedule.warmup_steps=2000 of "
-            "recipes/7b-zero2.yaml:19",
+            "recipes/7b-zero2.yaml:21",
         ),
         (
             ["recipe=mine"],
-            "training.epochs=3 replaces training.tokens=135000000000 of recipes/7b-zero2.yaml:22",
+            "training.epochs=3 replaces training.tokens=135000000000 of recipes/7b-zero2.yaml:24",
         ),
     ],
 )

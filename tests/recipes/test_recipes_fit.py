@@ -10,15 +10,15 @@ from trainctl.tuning.assess import assess
 
 PEAKS = {
     "sft-8b-lora-1x24g": 18.5,
-    "sft-8b-full-8x80g": 45.5,
-    "sft-70b-lora-8x80g": 34.4,
+    "sft-8b-full-8x80g": 59.1,
+    "sft-70b-lora-8x80g": 45.8,
     "sft-70b-qlora-1x80g": 54.9,
-    "distill-1b-8x80g": 23.7,
-    "reward-8b-8x80g": 36.9,
-    "classify-0.6b-1x24g": 11.7,
+    "distill-1b-8x80g": 42.2,
+    "reward-8b-8x80g": 55.5,
+    "classify-0.6b-1x24g": 14.4,
     "grpo-8b-8x80g": 59.5,
-    "contrastive-7b-lora-8x80g": 18.1,
-    "dpo-8b-lora": 32.1,
+    "contrastive-7b-lora-8x80g": 40.6,
+    "dpo-8b-lora": 54.4,
 }
 """Peak of each recipe on one device, in GiB."""
 

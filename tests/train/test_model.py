@@ -11,12 +11,8 @@ from trainctl.config.schema import (
 )
 from trainctl.engines.micro_batch import MicroBatch, SequencePart
 from trainctl.errors import TrainctlError
-from trainctl.train.models.model import (
-    has_flash_attention,
-    materialise,
-    require_all_to_train,
-    skeleton,
-)
+from trainctl.train.models.model import materialise, require_all_to_train, skeleton
+from trainctl.train.models.varlen import has_flash_attention
 from trainctl.train.models.weights import SeedWeights
 
 FAMILIES = ["llama", "mistral", "qwen3", "gpt2"]

@@ -94,7 +94,8 @@ def planned(*overrides):
 
 
 def test_blocks_are_in_plan_and_budget():
-    one, more = planned().plan, planned("objective=multi_token").plan
+    one = planned("kernels=plain").plan
+    more = planned("kernels=plain", "objective=multi_token").plan
     assert more.config.model.future_blocks == 1
     model = more.config.model
     block = count_parameters(model).block

@@ -172,9 +172,9 @@ def plan_config(
         missing += check_templates(composed.config)
     is_there = not any(finding.is_error for finding in missing)
     composed = count_epoch(composed, tokenize=tokenize and is_there)
-    hardware = resolve_hardware(
-        composed.config.hardware, calibrated=calibrated, launches=with_files
-    )
+    # `validate` reads files too, but answers as the other commands that plan do.
+    launches = with_files and tokenize
+    hardware = resolve_hardware(composed.config.hardware, calibrated=calibrated, launches=launches)
     if unread:
         wrong = (*resolve(composed.config, hardware).findings, *unread)
         assessment = Assessment(plan=None, budget=None, findings=wrong)

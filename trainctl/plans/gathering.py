@@ -60,7 +60,10 @@ def gather_reasons(config: RunConfig) -> Iterator[DerivedValue]:
     """Yield the gathered unit with its reason, if the config leaves it open."""
     if is_gathered_by_trainctl(config) and config.zero_stage.gather is None:
         unit, why = gather_unit(config)
-        yield derived(KEY, unit.value, why=why)
+        sources = ["zero_stage.max_live_parameters"] if unit is GatherUnit.modules else []
+        if conflict := block_conflict(config):
+            sources = [conflict[0].partition("=")[0]]
+        yield derived(KEY, unit.value, *sources, why=why)
 
 
 def prefetched_elements(config: RunConfig) -> int:

@@ -19,7 +19,14 @@ from trainctl.config.schema import RunConfig, walk_leaves
 from trainctl.errors import TrainctlError
 from trainctl.migration.configs.import_values import RECOMPUTE, wanted_values
 from trainctl.migration.configs.result import ConvertedKeys, ImportResult, LeftOutKey
-from trainctl.plans.deepspeed_table import CONDITIONS, MIN_ONE_KEYS, TABLE, Modes, at_least_one
+from trainctl.plans.deepspeed_table import (
+    CONDITIONS,
+    MIN_ONE_KEYS,
+    PREFETCH,
+    TABLE,
+    Modes,
+    at_least_one,
+)
 from trainctl.rules.deepspeed.case import Case, JsonContext, is_number, is_whole
 from trainctl.rules.passed_keys import PASS_THROUGH_KEYS, entry_of, idle_reason, owner_of
 from trainctl.rules.resolve import check_file, resolve
@@ -109,6 +116,8 @@ def differences(
         names -= {"gradient_clipping"}  # in fp32 without ZeRO the trainer clips, not DeepSpeed
     if after.get("bf16.check_grad_overflow") is False:
         names -= {"bf16.check_grad_overflow"}  # the trainer judges the norm before the update
+    if 0 < (before.get(PREFETCH) or 0) < (after.get(PREFETCH) or 0):
+        names -= {PREFETCH}  # as large as a block, where blocks are gathered as a whole
     names = {name for name in names if not before.schema.keys[name].is_section}
     different = [name for name in names if not _has_same_effect(before, after, name)]
     batches = (_import_batch(before, ranks), _import_batch(after, ranks))

@@ -37,12 +37,12 @@ def varlen_kernel() -> Callable[..., torch.Tensor] | None:
     return varlen_attn if "enable_gqa" in signature(varlen_attn).parameters else None
 
 
-def has_flash_attention(model: PreTrainedModel) -> bool:
+def has_flash_attention(model: Any) -> bool:
     """Whether attention is a flash kernel, which takes document boundaries instead of a mask.
 
     Any version of flash attention counts: a user's own model chooses for itself.
     """
-    name = model.config._attn_implementation or ""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
     return "flash" in name or name == VARLEN
 
 
