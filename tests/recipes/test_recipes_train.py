@@ -46,6 +46,7 @@ SMALL = (
 )
 """Few tokens: without instructions for bf16, a processor is thirty times slower at it."""
 FITTED = {
+    "8b-fp8": ["hardware=2xcpu", "precision.emulate_fp8=true"],
     "70b-3d": ["hardware=8xcpu", "parallelism.data=null", "model.num_key_value_heads=4"],
     "8b-long-context": [
         "hardware=4xcpu",
