@@ -19,6 +19,7 @@ from rank_processes import Case
 
 from trainctl.config.schema import OffloadDevice
 from trainctl.engines.cpu_matmul import use_fp32_cpu_products
+from trainctl.engines.patch_checks import apply_patches
 from trainctl.engines.process import Process, stop_process
 from trainctl.engines.protocol import engine_backend
 from trainctl.plans.types import Batch
@@ -49,7 +50,7 @@ def load_module(name: str) -> None:
 
 def train(cases: list[Case]) -> None:
     """Train each case as a launched rank does, and record the samples that are really read."""
-    with _joined(cases[0]) as process:
+    with _joined(cases) as process:
         for case in cases:
             # As a new process would have it: other cases of this process may use another format.
             use_fp32_cpu_products(case.plan.config.precision, process.device)
@@ -92,14 +93,16 @@ def probe(work: tuple[list[Case], str]) -> Any:
     """Call the ``module:function`` with the cases and this rank; return its result."""
     cases, name = work
     module, _, function = name.partition(":")
-    with _joined(cases[0]) as process:
+    with _joined(cases) as process:
         return getattr(importlib.import_module(module), function)(cases, process)
 
 
 @contextmanager
-def _joined(case: Case) -> Iterator[Process]:
+def _joined(cases: list[Case]) -> Iterator[Process]:
     torch.set_num_threads(1)
-    yield engine_backend(case.plan).start_process(case.plan)
+    for case in cases:  # a launched rank makes those of its own run alone
+        apply_patches(case.plan.config)
+    yield engine_backend(cases[0].plan).start_process(cases[0].plan)
     stop_process()
 
 
