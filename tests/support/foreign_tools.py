@@ -80,7 +80,7 @@ def train(world_size: int, trainings: list[Training]) -> list[Losses]:
 
 def train_on_rank(trainings: list[Training]) -> list[Losses]:
     """Train each on this rank; return the losses."""
-    with _joined(trainings[0].case):
+    with _joined([trainings[0].case]):
         found = []
         for training in trainings:
             losses: Losses = {}

@@ -41,7 +41,7 @@ def train(foreign: Foreign) -> list[Step]:
 
 def train_on_rank(foreign: Foreign) -> list[Step]:
     """Train on this rank."""
-    with _joined(foreign.case):
+    with _joined([foreign.case]):
         training = Training(foreign.case, "trainer", (Leg(0),))
         tokens, _ = samples(training, foreign.case.plan.total_steps)
         model = AutoModelForCausalLM.from_pretrained(

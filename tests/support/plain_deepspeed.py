@@ -68,7 +68,7 @@ def train(world_size: int, trainings: list[Training]) -> list[dict[int, float]]:
 
 def train_on_rank(trainings: list[Training]) -> list[dict[int, float]]:
     """Train each on this rank; return the losses by step."""
-    with _joined(trainings[0].case) as process:
+    with _joined([trainings[0].case]) as process:
         return [_train(training, process) for training in trainings]
 
 
