@@ -143,9 +143,9 @@ class Delays:
                 time.sleep(0.05)
         self._update(**given)
 
-    def _paced_accumulate(self, batches: Any) -> Any:
+    def _paced_accumulate(self, *given: Any) -> Any:
         self.pace(_LINK_BYTES if self.now() == "link" else 0)
-        return self._accumulate(batches)
+        return self._accumulate(*given)
 
     def pace(self, rate: int) -> None:
         """Have the kernel send so many bytes a second on each connection; 0 lifts the limit."""

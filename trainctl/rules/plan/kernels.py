@@ -172,6 +172,7 @@ def compiler_sees_whole_blocks(draft: Draft) -> Iterator[Problem]:
     key, axes = "kernels.compile", config.parallelism
     is_hooked = config.zero_stage.stage == 3 and engine_of(config).takes_json
     spec = checkpointing_of(config.activation_checkpointing)
+    yield from _compiled_as_it_is_kept(config, f"activation_checkpointing=full, or {key}=none")
     if spec.keeps_products and is_hooked:
         yield Problem(
             f"activation_checkpointing.mode={spec.name} with {key}=blocks at ZeRO stage 3: "
