@@ -1,10 +1,12 @@
-"""CPU time of a step on one process, ZeRO 3 and recomputation over ZeRO 1: what Python costs.
+"""CPU time and kernels of a step on one process, each case over ZeRO 1: what Python costs.
 
-    python scripts/benchmarks/host_time.py [--steps 12] [--blocks 28] [OVERRIDE ...]
+    python scripts/benchmarks/host_time.py [--steps 12] [--blocks 28] [--only CASE] [OVERRIDE ...]
 
 The model is so narrow that its kernels take almost nothing. On a GPU the same Python runs on the
 host, which the device waits for if its kernels take less. Each case trains in a process of its own.
-The least process time of a step counts: other load of the machine makes steps longer only.
+The least process time of a step counts: other load of the machine makes steps longer only. One more
+step is counted: operations that a GPU would start a kernel for, and reads of a single number that
+its host would wait for. `PYTHONPATH` with the folder of another commit measures that one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.compose import compose
@@ -53,7 +56,12 @@ FIXED = [
 ZERO_3 = "zero_stage=3 zero_stage.param_persistence_threshold=1000"
 CASES = {
     "zero1": "zero_stage=1",
+    "zero0": "zero_stage=0",
+    "zero2": "zero_stage=2",
     "zero3": ZERO_3,
+    "fsdp2": "engine=fsdp2 zero_stage=3",
+    "zero3, lora": f"{ZERO_3} adapter=lora adapter.rank=8",
+    "zero3, documents": f"{ZERO_3} data.mask_documents=true",
     "zero3, by module": f"{ZERO_3} zero_stage.gather=modules",
     "zero3, full": f"{ZERO_3} activation_checkpointing=full",
     "zero3, selective": f"{ZERO_3} activation_checkpointing=selective",
@@ -67,54 +75,82 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--blocks", type=int, default=28)
+    parser.add_argument("--only", action="append", choices=CASES, help="case to measure")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     first = None
-    for name, case in CASES.items():
+    for name in arguments.only or CASES:
         layers = f"model.num_layers={arguments.blocks}"
-        config = compose([*FIXED, layers, *case.split(), *arguments.overrides]).config
+        config = compose([*FIXED, layers, *CASES[name].split(), *arguments.overrides]).config
         plan = resolve(config, resolve_hardware(config.hardware)).plan
         assert plan is not None, name
-        seconds = measured(plan, arguments.steps)
+        seconds, kernels, reads = measured(plan, arguments.steps)
         first = first or seconds
-        print(f"{name:18}{1000 * seconds:8.0f} ms{seconds / first:8.2f}", flush=True)
+        print(
+            f"{name:18}{1000 * seconds:8.0f} ms{seconds / first:8.2f}"
+            f"{kernels:8.0f} kernels{reads:6.0f} reads",
+            flush=True,
+        )
 
 
-def measured(plan: RunPlan, steps: int) -> float:
-    """Return the least process time of a step, of a fresh process."""
+def measured(plan: RunPlan, steps: int) -> tuple[float, ...]:
+    """Return the least process time of a step of a fresh process, its kernels, and its reads."""
     with tempfile.TemporaryDirectory() as folder:
-        run, result = RunPaths(Path(folder) / "run"), Path(folder) / "seconds"
+        run, result = RunPaths(Path(folder) / "run"), Path(folder) / "found"
         run.root.mkdir()
         prepare(plan, run)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         multiprocessing.spawn(_rank, (to_plain(plan), run, port, steps, result), nprocs=1)
-        return float(result.read_text())
+        return tuple(float(each) for each in result.read_text().split())
 
 
 def _rank(rank: int, plain: Any, run: RunPaths, port: int, steps: int, result: Path) -> None:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from trainctl.engines.deepspeed.entry import DeepSpeedBackend
     from trainctl.engines.process import stop_process
+    from trainctl.engines.protocol import engine_backend
+    from trainctl.options.engine import engine_of
     from trainctl.train.session import assemble
 
     torch.set_num_threads(1)
     plan = from_plain(RunPlan, plain)
-    session = assemble(plan, run, DeepSpeedBackend().start_process(plan))
-    engine, least = session.engine, float("inf")
-    engine.set_learning_rate(1.0)
+    session = assemble(plan, run, engine_backend(plan).start_process(plan))
+    session.engine.set_learning_rate(1.0)
+    least, counts = float("inf"), _Counts()
     for step in range(WARM_STEPS + steps):
-        batches = session.training.step(step * plan.batch.global_batch_size, plan.batch)
         begun = time.process_time()
-        engine.accumulate(batches)
-        engine.update(norm=session.gradients.norms().total, clip_at=1.0)
+        _step(session, step)
         if step >= WARM_STEPS:
             least = min(least, time.process_time() - begun)
-    result.write_text(str(least))
-    engine.close()
+    with counts:
+        _step(session, WARM_STEPS + steps)
+    result.write_text(f"{least} {counts.kernels} {counts.reads}")
+    session.engine.close()
     stop_process()
+
+
+def _step(session: Any, step: int) -> None:
+    batch = session.plan.batch
+    session.engine.accumulate(session.training.step(step * batch.global_batch_size, batch))
+    session.engine.update(norm=session.gradients.norms().total, clip_at=1.0)
+
+
+class _Counts(TorchDispatchMode):
+    """Kernels and reads of the device of what runs within it; a view and an `empty` start none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("aten._local_scalar_dense"):
+            self.reads += 1
+        elif not func.is_view and not name.startswith(("aten.empty", "aten.detach", "prim.")):
+            self.kernels += 1
+        return func(*args, **(kwargs or {}))
 
 
 if __name__ == "__main__":
