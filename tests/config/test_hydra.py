@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -84,8 +85,9 @@ def hydra_compose(defaults: Sequence[Any], overrides: Sequence[str]) -> DictConf
     return hydra.compose("_asked", overrides=list(overrides))
 
 
-def hydra_choices(recipe: str) -> dict[str, str | None]:
-    """Option of each group that a recipe comes to by Hydra's own reading."""
+@cache
+def hydra_choices(recipe: str, users: Path | None) -> dict[str, str | None]:
+    """Option of each group that a recipe comes to by Hydra's own reading, within `hydras(users)`."""
     hydra_compose([recipe], [])
     loader = GlobalHydra.instance().config_loader()
     listed = loader.compute_defaults_list("_asked", [], RunMode.RUN)
@@ -101,7 +103,7 @@ def expected(
     """Compose the configuration by Hydra. The section of a chosen option is composed without the
     recipe, unless the recipe has the same choice.
     """
-    own = hydra_choices(recipe or "base")
+    own = hydra_choices(recipe or "base", users)
     chosen = chosen_options(search_folders(users), recipe or "base")
     assert {group: each for group, each in chosen.items() if group in GROUPS}.items() <= own.items()
     choices = {group: option for group, option in choices.items() if own[group] != option}
