@@ -89,6 +89,18 @@ def test_suggested_changes_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["estimate-memory", *TOO_LARGE, *overrides]) == 0
 
 
+@pytest.mark.parametrize("command", [["estimate-memory"], ["launch", "--dry-run"]])
+def test_a_loss_that_may_not_fit_is_told_in_chunks(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without liger-kernel the plain loss is chosen before the memory is known."""
+    assert run([*command, "recipe=70b-zero3-nodes", "kernels.liger=false"]) == 0
+    printed = capsys.readouterr().err
+    assert "TC150" in printed
+    first, *_ = printed.split("what would certainly fit:\n")[1].splitlines()
+    assert first.split("  (peak")[0].strip() == "kernels.cross_entropy=chunked"
+
+
 def test_a_config_that_cannot_be_planned_has_no_budget(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["recipe=tiny", "training.global_batch_size=31"]
     assert run(["estimate-memory", *arguments]) == ExitCode.bad_input

@@ -16,8 +16,8 @@ PEAKS = {
     "distill-1b-8x80g": 42.2,
     "reward-8b-8x80g": 55.5,
     "classify-0.6b-1x24g": 14.4,
-    "grpo-8b-8x80g": 59.5,
-    "contrastive-7b-lora-8x80g": 40.6,
+    "grpo-8b-8x80g": 59.3,
+    "contrastive-7b-lora-8x80g": 50.0,
     "dpo-8b-lora": 54.4,
 }
 """Peak of each recipe on one device, in GiB."""

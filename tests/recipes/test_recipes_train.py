@@ -47,7 +47,8 @@ SMALL = (
 """Few tokens: without instructions for bf16, a processor is thirty times slower at it."""
 FITTED = {
     "8b-fp8": ["hardware=2xcpu", "precision.emulate_fp8=true"],
-    "70b-3d": ["hardware=8xcpu", "parallelism.data=null", "model.num_key_value_heads=4"],
+    "70b-3d": ["hardware=8xcpu", "parallelism.data=null", "model.num_layers=4"],
+    "grpo-8b-8x80g": ["hardware=4xcpu", "model.num_key_value_heads=4"],
     "8b-long-context": [
         "hardware=4xcpu",
         "parallelism.sequence=4",

@@ -363,7 +363,7 @@ def test_a_faster_variant_is_compared_by_token_and_not_by_step() -> None:
     values |= {"model.num_attention_heads": 32, "zero_stage.stage": 3}
     values |= {"training.global_batch_size": None, "training.global_batch_tokens": 4_000_000}
     values |= {"kernels.liger": False, "kernels.compile": CompileKind.none}
-    fixed = frozenset(["zero_stage.stage"])
+    fixed = frozenset(["zero_stage.stage", "parallelism"])
     (found,) = search(config_of(values), hardware_of("h100-80g", 1, 8), top=1, fixed=fixed).found
     assert found.rejected is not None
     other = time_variant(with_values(found.plan.config, found.rejected.values), found.plan.hardware)

@@ -274,7 +274,7 @@ class LaunchView(Observer):
         elif not self._as_json:
             show_budget(budget.to_json(), host_capacity_bytes=planned.hardware.host_memory_bytes)
         show_findings(planned.findings)
-        if planned.errors:
+        if planned.errors or planned.may_not_fit:
             show_suggestions(planned)
         if not planned.errors or self._force:
             for technique in plan.not_yet:

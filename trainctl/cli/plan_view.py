@@ -32,7 +32,9 @@ def show_commands(commands: Sequence[Sequence[str]]) -> None:
 def show_suggestions(planned: PlannedConfig) -> None:
     """Print, on stderr, with what a configuration would fit, or what its free memory could buy."""
     suggestions = planned.suggestions()
-    if suggestions:
+    if suggestions and planned.may_not_fit and not planned.errors:
+        print_message("what would certainly fit:")
+    elif suggestions:
         print_message("what would fit:" if planned.errors else "what the free memory could buy:")
     elif planned.errors:
         print_message("hint: nothing that trainctl tried makes it fit; use more or larger devices")

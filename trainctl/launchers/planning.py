@@ -37,7 +37,7 @@ from trainctl.runs.attempts import (
 )
 from trainctl.runs.directory import open_run
 from trainctl.runs.layout import RunPaths
-from trainctl.tuning.assess import Assessment, assess
+from trainctl.tuning.assess import DEVICE_TOO_SMALL, Assessment, assess
 from trainctl.tuning.input_files import check_inputs, missing_files, reads_urls
 
 if TYPE_CHECKING:
@@ -103,13 +103,18 @@ class PlannedConfig:
         """Errors that `--force` does not override."""
         return unforceable(self.findings)
 
+    @property
+    def may_not_fit(self) -> bool:
+        """Whether a device is, or may be, too small."""
+        return any(each.rule == DEVICE_TOO_SMALL for each in self.assessment.findings)
+
     def suggestions(self) -> list[Suggestion]:
-        """Return up to four changes with which it fits, the least costly first; if it fits, changes
-        that use its free memory and are faster.
+        """Return up to four changes with which it certainly fits, the least costly first; if it
+        does, changes that use its free memory and are faster.
         """
         from trainctl.tuning.suggest import suggest_fitting, suggest_for_slack
 
-        suggest = suggest_fitting if self.errors else suggest_for_slack
+        suggest = suggest_fitting if self.errors or self.may_not_fit else suggest_for_slack
         return suggest(self.composed.config, self.hardware)
 
 

@@ -74,6 +74,17 @@ def trained_share(config: RunConfig) -> TrainedShare:
     )
 
 
+def updated_tensors(config: RunConfig) -> int:
+    """Return the number of tensors that the optimizer updates; the few outside blocks may miss."""
+    model = config.model
+    if is_partial(config):
+        return trained_stages(config, pipeline_stages(model))[0].trained.tensors
+    read = shapes.anatomy(model)
+    if read is None:
+        return model.num_layers * len(shapes.block_tensors(model))
+    return len(read.parameters)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTime:
     """Seconds per micro-batch in one block: forward plus backward pass (`both`), its recomputation
@@ -105,7 +116,8 @@ def block_time(
     attention, attention_backward = attention_seconds(
         config, speed, tokens, sequence_length, tensor
     )
-    traffic = tokens * _traffic_bytes(config, tensor) / speed.memory + routing
+    bandwidth = speed.memory if _is_fused(config) else speed.unfused
+    traffic = tokens * _traffic_bytes(config, tensor) / bandwidth + routing
     train = trained_share(config)
     # Each product has a gradient of its input, and of its weight if trained.
     back = BACKWARD_TO_FORWARD * (1 + train.weights) / 2

@@ -61,6 +61,10 @@ stas00/ml-engineering).
 """
 MEMORY_SHARE = 0.75
 """Fraction of the memory bandwidth reached by operations between matrix products."""
+UNFUSED_SHARE = 0.60
+"""Fraction that they reach as separate kernels, which read short rows and copy heads. The published
+rows without fused kernels that are not kept back have no bias at this value.
+"""
 LINK_SHARE = 0.65
 """Fraction of a link's bandwidth that a collective of many megabytes reaches."""
 NETWORK_SHARE = 0.60
@@ -93,14 +97,20 @@ KERNELS_OF_EXPERTS = 40
 """Further launches of a sparse block: routing, sorting, grouped products, scattering."""
 KERNEL_START = 5e-6
 """Seconds per kernel launch. A device faster than its launches waits for the processor."""
+UPDATE_STARTS, FSDP2_STARTS = (5, 8, 8, 14), 5
+"""Host time of the update per tensor, norm included, in kernel launches: by ZeRO stage, and with
+FSDP2. Measured on a CPU (docs/planning.md).
+"""
 
-DISPATCH = 15e-6
-"""Seconds per operation under `selective` in a user's module: each is looked at in Python."""
+DISPATCH = 42e-6
+"""Seconds per operation under `selective` in a user's module: each is looked at in Python. Fitted
+to a run of Qwen3 0.6B on one H100, when models of transformers were looked at so too.
+"""
 WATCHED_CALL = 6e-6
 """Seconds per operation in models of transformers, where Python looks at calls alone."""
-FORWARD_HOOK, BACKWARD_HOOK = 1e-3, 0.5e-3
+FORWARD_HOOK, BACKWARD_HOOK = 1.1e-3, 0.55e-3
 """Seconds of the host per module with parameters at ZeRO 3, in either pass: DeepSpeed's hooks look
-up, gather and release the module's parameters. Fitted to two runs of Qwen3 0.6B on one H100
+up, gather and release the module's parameters. Fitted to a run of Qwen3 0.6B on one H100
 (docs/planning.md); one CPU process, whose gathers start no kernels, took 170 and 120 µs.
 """
 BLOCK_HOOKS = 0.35
@@ -127,7 +137,9 @@ class Rates:
     attention: float
     """FLOP/s of fused attention."""
     memory: float
-    """Bytes/s of the operations between matrix products."""
+    """Bytes/s of the operations between matrix products, if they are fused."""
+    unfused: float
+    """Bytes/s of these operations as separate kernels."""
     is_known: bool
     """Whether the hardware states its peak and its memory bandwidth."""
 
@@ -151,6 +163,7 @@ def device_rates(hardware: Hardware, precision: PrecisionConfig) -> Rates:
         wide_products=flops * reached,
         attention=flops * attention,
         memory=bandwidth * GIGA * MEMORY_SHARE,
+        unfused=bandwidth * GIGA * UNFUSED_SHARE,
         is_known=is_known,
     )
 

@@ -45,8 +45,10 @@ from trainctl.tuning.compute import (
     head_time,
     stage_parameters,
     trained_share,
+    updated_tensors,
 )
 from trainctl.tuning.rates import (
+    FSDP2_STARTS,
     GIGA,
     HOST_MEMORY_GB_PER_SECOND,
     KERNEL_START,
@@ -54,6 +56,7 @@ from trainctl.tuning.rates import (
     NVME_GB_PER_SECOND,
     OPTIMIZER_BYTES,
     OVERLAP,
+    UPDATE_STARTS,
     Links,
     RankGroup,
     Rates,
@@ -355,7 +358,7 @@ def _once_per_step_seconds(
     if zero.stage in (1, 2) and not is_torch:
         reduce += sum(links.all_gather(width * each * trained, group) for each, group in held)
     if offload.optimizer is OffloadDevice.none or zero.stage == 0:
-        optimizer = own * OPTIMIZER_BYTES / speed.memory
+        optimizer = own * OPTIMIZER_BYTES / speed.memory + _update_on_host(plan)
         return StepTime(reduce=reduce, optimizer=optimizer)
     away = offload.ratio if zero.stage == 3 else 1.0
     on_machine = own * plan.hardware.devices_per_node
@@ -374,6 +377,15 @@ def _once_per_step_seconds(
         passes = 2 * micro_batches + 1
         moved += size_there * passes / (NVME_GB_PER_SECOND * GIGA)
     return StepTime(reduce=reduce, optimizer=optimizer, offload=moved)
+
+
+def _update_on_host(plan: LayoutPlan) -> float:
+    """Return the seconds in which the host gets each tensor ready for the kernels of the update,
+    which start after the gradients' norm has been read.
+    """
+    engine = engine_of(plan.config)
+    starts = UPDATE_STARTS[plan.config.zero_stage.stage] if engine.takes_json else FSDP2_STARTS
+    return starts * KERNEL_START * updated_tensors(plan.config) / plan.mesh.pipeline
 
 
 def _whole_matrix_seconds(plan: LayoutPlan, links: Links, blocks: int, speed: Rates) -> float:
