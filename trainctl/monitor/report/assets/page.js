@@ -29,6 +29,7 @@
     intervention: { glyph: "↶", colour: "--warn", name: "interventions", line: true },
     divergence: { glyph: "↗", colour: "--bad", name: "divergence", line: true },
     straggler: { glyph: "◆", colour: "--note", name: "stragglers", line: true },
+    recompilation: { glyph: "⟳", colour: "--note", name: "recompilations", line: false },
     plateau: { glyph: "⤓", colour: "--note", name: "plateaus", line: true },
     preempted: { glyph: "!", colour: "--warn", name: "preemptions", line: true },
     stopping: { glyph: "■", colour: "--warn", name: "stops", line: true },
