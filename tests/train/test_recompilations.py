@@ -16,7 +16,7 @@ from trainctl.runs.event_descriptions import describe_recompilation, last_recomp
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
 from trainctl.train.callbacks.context import StepState
-from trainctl.train.callbacks.recompilations import Recompilations
+from trainctl.train.callbacks.recompilations import Recompilations, recompilations_of
 
 
 class Journal:
@@ -114,6 +114,13 @@ def test_a_compiler_that_gives_up_is_told_even_in_the_first_step(compiled, steps
     )
     later = {**event, "gave_up": False, "times": 5}
     assert last_recompilation([event, later], 1) is event
+
+
+def test_a_run_that_does_not_compile_has_no_such_callback():
+    session = SimpleNamespace(plan=tiny_plan(tiny_config(steps=1), 1), process=Ranks())
+    assert recompilations_of(session, StepState(0), Journal()) is None
+    session.plan.config.kernels.compile = CompileKind.blocks
+    assert isinstance(recompilations_of(session, StepState(0), Journal()), Recompilations)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 from trainctl.engines.process import Process
 from trainctl.options.callbacks import Callback, Context
 from trainctl.train.callbacks.context import Journal, StepState
+from trainctl.train.session import Session
 
 WARMUP_STEPS = 2
 """Steps of an attempt that compile what training needs; the first evaluation compiles its own."""
@@ -22,7 +23,7 @@ STEP, AFTER_STEP = "step", "after_step"
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What torch's compiler did on a rank."""
+    """Compilations of a rank since the last look."""
 
     graphs: int
     """Functions, or parts of them between graph breaks, that it compiled or refused."""
@@ -34,7 +35,7 @@ class Compiled:
 
 
 class CompilerWatch:
-    """Tells what torch compiled since the last look; a look costs the reading of a number."""
+    """Reader of torch's counts of compilations; a look costs the reading of a number."""
 
     def __init__(self) -> None:
         from torch._dynamo import utils  # all of the compiler: a second of a start
@@ -66,7 +67,10 @@ class CompilerWatch:
 
 
 class Recompilations(Callback):
-    """Records what any rank compiles after its warmup; all ranks learn of it by the agreement."""
+    """Callback that records what any rank compiles after its warmup.
+
+    All ranks learn of it by the agreement that follows every step.
+    """
 
     def __init__(self, process: Process, now: StepState, journal: Journal) -> None:
         self._process, self._now, self._journal = process, now, journal
@@ -127,3 +131,9 @@ class Recompilations(Callback):
             gave_up=any(each["is_refused"] for each in found),
             times=self._times,
         )
+
+
+def recompilations_of(session: Session, now: StepState, journal: Journal) -> Recompilations | None:
+    """Build the callback of a run; None if it compiles nothing."""
+    is_compiled = session.plan.config.kernels.is_compiled
+    return Recompilations(session.process, now, journal) if is_compiled else None
