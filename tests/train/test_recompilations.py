@@ -129,11 +129,11 @@ def test_a_run_tells_of_a_batch_with_another_length(tmp_path):
     config = tiny_config(steps=6, evaluate_every_steps=2, gradient_accumulation_steps=1)
     config.training.micro_batch_size, config.training.global_batch_size = None, 4
     config.data.stages = [StageConfig(until_step=4, sequence_length=64), StageConfig()]
-    plan = tiny_plan(config, 1)
+    plan = tiny_plan(config, 2)
     kernels = replace(plan.config.kernels, compile=CompileKind.blocks)
     run = RunPaths(tmp_path)
-    train_cases(1, [Case(replace(plan, config=replace(plan.config, kernels=kernels)), run)])
+    train_cases(2, [Case(replace(plan, config=replace(plan.config, kernels=kernels)), run)])
     (event,) = read_events(run.events, "recompilation")
-    assert (event["step"], event["part"], event["ranks"]) == (5, "step", [0])
-    assert (event["shape"], event["shape_before"]) == ([4, 128], [8, 64])
+    assert (event["step"], event["part"], event["ranks"]) == (5, "step", [0, 1])
+    assert (event["shape"], event["shape_before"]) == ([2, 128], [4, 64])
     assert event["reason"]  # torch tells how the call differs from the last one compiled
