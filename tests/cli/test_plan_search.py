@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def test_the_best_few_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> 
     assert " of 79.6 GiB a device" in text
     assert text.count("   time: compute ") == 3
     assert text.count("   beside 1: ") == 2
+    assert re.search(r"\n   kernels=plain: -\d+% tokens/s, \+\d+\.\d GiB a device", text)
     assert "billion tokens" not in text  # no price was given
     assert "to train" not in text  # no length
 

@@ -307,6 +307,24 @@ def test_status_names_ranks_that_are_still_slow(
     assert "slow" not in capsys.readouterr().out  # the next attempt's ranks are other processes
 
 
+def test_status_tells_what_was_compiled_anew(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"step": 5, "part": "step", "ranks": [0, 1], "graphs": 2, "seconds": 6.25}
+    shapes = {"shape": [4, 128], "shape_before": [8, 64], "gave_up": False}
+    with EventWriter(paths.events, 1) as events:
+        for times, reason in ((1, None), (3, "size \x1b[2J mismatch")):
+            events.write("recompilation", **told, **shapes, reason=reason, times=times)
+    assert run(["runs", "status"]) == 0
+    assert (
+        "compiler: step 5: 2 ranks compiled 2 graphs anew for micro-batches of 4 x 128 instead of "
+        "8 x 64, 6.25 s; 3 steps of this attempt did: size "
+    ) in (out := capsys.readouterr().out)
+    assert "\x1b" not in out
+    assert run(["runs", "status", "--json"]) == 0
+    assert read_json(capsys)["recompilation"]["times"] == 3
+
+
 def test_records_that_are_missing_are_reported(
     paths: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

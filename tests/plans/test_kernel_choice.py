@@ -11,6 +11,7 @@ import pytest
 from trainctl.config.compose import compose
 from trainctl.config.schema import CompileKind, CrossEntropyKind, KernelsConfig, RunConfig
 from trainctl.hardware import resolve_hardware
+from trainctl.monitor.plan_text import plan_lines, plan_rows
 from trainctl.plans.types import RunPlan
 from trainctl.rules.kernel_choice import with_kernels
 from trainctl.rules.resolve import resolve
@@ -79,6 +80,8 @@ def test_the_fastest_kernels_that_are_allowed_are_chosen(
 def test_each_open_value_is_in_the_plan_with_its_reason() -> None:
     plan = resolved(*GPUS, has_liger=False)
     assert reason(plan, "liger") == "liger-kernel is not installed here"
+    assert reason(plan, "compile") == "on GPUs, without liger-kernel"
+    assert "precision.compute=fp8" in reason(resolved(*GPUS, "precision=fp8"), "compile")
     elsewhere = resolved(*GPUS)
     assert "assumed to be installed on 8xh100-80g" in reason(elsewhere, "liger")
     assert "is not compiled" in reason(
@@ -113,6 +116,10 @@ def test_why_says_what_plain_kernels_would_cost() -> None:
     told = explain_known("kernels.liger", composed, plan).reason
     speed, memory = re.findall(r"kernels=plain: (\S+)% tokens/s, (\S+) GiB", told)[0]
     assert -40 < int(speed) < -5 and float(memory) > 5
+    assert f"kernels   liger, cross entropy liger_fused (plain: {speed}%" in "\n".join(
+        plan_lines(plan, brief=True)
+    )
     on_cpu = resolved("recipe=tiny")
+    assert "kernels" not in dict(plan_rows(on_cpu))
     told = explain_known("kernels.liger", compose(["recipe=tiny"]), on_cpu).reason
     assert told == "the devices are CPUs"

@@ -12,6 +12,7 @@ from trainctl.runs.event_descriptions import (
     describe_failed_reward,
     describe_intervention,
     describe_mirror_problem,
+    describe_recompilation,
     describe_straggler,
 )
 from trainctl.runs.records import number
@@ -228,6 +229,11 @@ def _straggler(event: Event) -> list[str]:
     return [f"{'slow: ' if event['slow'] else ''}{describe_straggler(event)}"]
 
 
+def _recompilation(event: Event) -> list[str]:
+    why = f": {to_printable(event['reason'])}" if event["reason"] else ""
+    return [f"step {event['step']:,}: {describe_recompilation(event)}{why}"]
+
+
 def _reward_failed(event: Event) -> list[str]:
     reason = to_printable(event["reason"])
     return [f"step {event['step']}: {describe_failed_reward(event)}: {reason}"]
@@ -287,6 +293,7 @@ _LINES: dict[str, Callable[[Event], list[str]]] = {
     "restart": _restart,
     "benchmark": _benchmark,
     "divergence": _divergence,
+    "recompilation": _recompilation,
     "reward_failed": _reward_failed,
     "straggler": _straggler,
     "stopping": _stopping,

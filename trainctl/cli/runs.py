@@ -105,6 +105,9 @@ def status(run: Run = None, as_json: Json = False) -> None:
         print_data(f"warning: {describe_divergence(found.divergence)}", style="warning")
     for event in found.stragglers:
         print_data(f"slow: {describe_straggler(event)}", style="warning")
+    if found.recompilation is not None:
+        for line in record_lines(found.recompilation, stop_step=None):
+            print_data(f"compiler: {line}", style="warning")
     if found.failure:
         print_data(f"first failure: {describe_failure(found.failure)}", style="error")
         print_data(f"its log: {found.failure['log']}")

@@ -26,6 +26,7 @@ from trainctl.plans.optimizers import parameter_groups
 from trainctl.plans.shapes import count_parameters
 from trainctl.plans.trainable import is_partial, trainable
 from trainctl.plans.types import RunPlan
+from trainctl.tuning.assess import plain_kernels_cost
 from trainctl.tuning.suggest import Suggestion
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ def plan_rows(
         ),
         ("run", steps),
     ]
+    cost = plain_kernels_cost(plan)
+    if cost:
+        rows.append(("kernels", f"{', '.join(_kernel_words(config))} (plain: {cost})"))
     if plan.settings:
         rows.append(("engine", plan.engine))
     rows += [("trains", text) for text in _trainable_line(config)]

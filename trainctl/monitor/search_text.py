@@ -7,6 +7,7 @@ from shlex import join
 from trainctl.config.quantities import seconds_text
 from trainctl.memory.constants import GIB
 from trainctl.monitor.plan_text import layout_words
+from trainctl.tuning.assess import plain_kernels_cost
 from trainctl.tuning.search import FoundPlan, RejectedVariant, Search
 from trainctl.tuning.speed import StepTime, overrides
 
@@ -81,6 +82,8 @@ def plan_summary(result: Search, found: FoundPlan, price: float | None = None) -
         between = f"between {least:,.2f} and {most:,.2f}"
         lines.append(f"{cost:,.2f} for a billion tokens ({between}){whole}")
     lines.append(f"time: {_time_shares(found.time)}")
+    if found is first and (loss := plain_kernels_cost(found.plan)):
+        lines.append(f"kernels=plain: {loss} a device, as predicted")
     if found is not first:
         lines.append(f"beside 1: {_why_slower(found, first)}")
     if found.rejected is not None:

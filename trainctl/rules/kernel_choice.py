@@ -168,7 +168,9 @@ def _reasons(draft: Draft, filled: KernelsConfig, refused: dict[str, str]) -> di
     return {
         "liger": without if "liger" in refused or not is_compiled else "the compiler fuses more",
         "cross_entropy": "kernels.liger=false",
-        "compile": "on GPUs, without liger-kernel"
-        if is_compiled
-        else refused.get("compile", without),
+        "compile": refused.get("compile", without)
+        if not is_compiled
+        else "precision.compute=fp8 scales its products by many small operations, which it fuses"
+        if precision_of(draft.config.precision).product_bytes is not None
+        else "on GPUs, without liger-kernel",
     }

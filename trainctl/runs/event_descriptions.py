@@ -144,6 +144,34 @@ def describe_straggler(event: Mapping[str, Any]) -> str:
     )
 
 
+def describe_recompilation(event: Mapping[str, Any]) -> str:
+    """Describe a `recompilation` record in a sentence, without its reason."""
+    number_of_ranks, graphs = len(event["ranks"]), event["graphs"]
+    who = f"rank {event['ranks'][0]}" if number_of_ranks == 1 else f"{number_of_ranks} ranks"
+    when = "" if event["part"] == "step" else ", after the step itself"
+    batch = f" for micro-batches of {_shape(event['shape'])}" if event["shape"] else ""
+    if event["shape_before"]:
+        batch += f" instead of {_shape(event['shape_before'])}"
+    if event["gave_up"]:
+        return (
+            f"torch has compiled blocks for as many shapes as it may on {who}{when}, and runs "
+            f"further ones uncompiled{batch}"
+        )
+    many = f"{graphs} graphs" if graphs > 1 else "a graph"
+    times = f"; {event['times']} steps of this attempt did" if event["times"] > 1 else ""
+    return f"{who} compiled {many} anew{when}{batch}, {event['seconds']:.3g} s{times}"
+
+
+def _shape(sizes: list[int]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+def last_recompilation(events: Iterable[Event], attempt: int) -> Event | None:
+    """Return the newest `recompilation` record of an attempt, one that gave up if there is one."""
+    found = [e for e in events if (e["event"], e["attempt"]) == ("recompilation", attempt)]
+    return max(found, key=lambda event: (event["gave_up"], event["times"]), default=None)
+
+
 def describe_failed_reward(event: Mapping[str, Any]) -> str:
     """Describe a `reward_failed` record, without its reason."""
     of = f"{event['count']:,} of {event['answers']:,} answers"

@@ -14,7 +14,7 @@ from trainctl.errors import TrainctlError
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import checkpoint_folders, newest_checkpoint
 from trainctl.runs.directory import last_attempt, read_record
-from trainctl.runs.event_descriptions import still_diverged, still_slow
+from trainctl.runs.event_descriptions import last_recompilation, still_diverged, still_slow
 from trainctl.runs.failures import first_failure
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import Holder, find_holder
@@ -183,6 +183,8 @@ class RunStatus(RunSummary):
     """Last record of each rank that is still slower than its peers."""
     divergence: Event | None
     """Record of a loss that has risen and not come down."""
+    recompilation: Event | None
+    """Newest record of blocks compiled anew in the attempt."""
     mirror: dict[str, Any] | None
     """State of `checkpoint.mirror` (`describe_mirror`); None without a mirror."""
 
@@ -194,6 +196,7 @@ class RunStatus(RunSummary):
             "checkpoint": self.checkpoint,
             "stragglers": list(self.stragglers),
             "divergence": self.divergence,
+            "recompilation": self.recompilation,
             "mirror": self.mirror,
         }
 
@@ -205,7 +208,7 @@ def status_of(run: RunPaths) -> RunStatus:
         TrainctlError: `run.json` is damaged, or the records cannot be read (exit code 5).
     """
     summary = summarise_run(run)
-    told = read_events(run.events, "failure", "straggler", "divergence")
+    told = read_events(run.events, "failure", "straggler", "divergence", "recompilation")
     checkpoint, _ = newest_checkpoint(run)
     return RunStatus(
         **{each.name: getattr(summary, each.name) for each in fields(RunSummary)},
@@ -213,6 +216,7 @@ def status_of(run: RunPaths) -> RunStatus:
         checkpoint=checkpoint.step if checkpoint else None,
         stragglers=tuple(still_slow(told, summary.attempt)),
         divergence=still_diverged(told, summary.attempt),
+        recompilation=last_recompilation(told, summary.attempt),
         mirror=_mirror(run),
     )
 

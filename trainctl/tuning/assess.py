@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainctl.config.quantities import memory_text
-from trainctl.config.schema import RunConfig
+from trainctl.config.schema import CompileKind, CrossEntropyKind, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware
-from trainctl.memory.budget import MemoryBudget, budget
+from trainctl.memory.budget import MemoryBudget, budget, device_budget
+from trainctl.memory.constants import GIB
 from trainctl.memory.traced import TracedModel, traced_model
 from trainctl.plans.types import RunPlan
 from trainctl.rules.resolve import resolve
+from trainctl.tuning.speed import time_variant
 
 DEVICE_TOO_SMALL, HOST_TOO_SMALL, NVME_TOO_SMALL = "TC150", "TC151", "TC152"
 
@@ -56,6 +58,31 @@ def assess(config: RunConfig, hardware: Hardware, traced: TracedModel | None = N
         budget=memory,
         findings=(*resolution.findings, *_too_small(memory, hardware)),
     )
+
+
+def plain_kernels_cost(plan: RunPlan) -> str:
+    """Return the predicted change of speed, and of memory on a device, by plain kernels in place of
+    the plan's; empty if they are plain.
+    """
+    kernels, hardware = plan.config.kernels, plan.hardware
+    if not (kernels.liger or kernels.is_compiled):
+        return ""
+    plain = replace(kernels, liger=False, compile=CompileKind.none)
+    if kernels.cross_entropy is CrossEntropyKind.liger_fused:
+        plain.cross_entropy = CrossEntropyKind.plain
+    now = time_variant(plan.config, hardware)
+    other = time_variant(replace(plan.config, kernels=plain), hardware)
+    if now is None or other is None:
+        return ""
+    seconds, wider = now.seconds_per_token, other.seconds_per_token
+    changes = [f"{seconds / wider - 1:+.0%} tokens/s"] if seconds and wider else []
+    peaks = [
+        device_budget(each.sketch, traced_model(plan.config)).device_peak_bytes
+        for each in (now, other)
+    ]
+    gibibytes = (peaks[1] - peaks[0]) / GIB
+    # What the compiler saves is not budgeted.
+    return ", ".join([*changes, f"{gibibytes:+.1f} GiB"] if abs(gibibytes) >= 0.05 else changes)
 
 
 def _too_small(memory: MemoryBudget, hardware: Hardware) -> Iterator[Finding]:

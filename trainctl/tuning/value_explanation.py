@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from trainctl.config.codec import flatten, from_plain, to_plain, value_at
@@ -20,17 +20,14 @@ from trainctl.config.keys import (
     sections,
 )
 from trainctl.config.registry import kind_of
-from trainctl.config.schema import CompileKind, CrossEntropyKind, RunConfig
+from trainctl.config.schema import RunConfig
 from trainctl.config.suggest import nearest_names
 from trainctl.errors import TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.memory.budget import device_budget
-from trainctl.memory.constants import GIB
-from trainctl.memory.traced import traced_model
 from trainctl.plans.types import RunPlan
 from trainctl.rules.keyword_search import KEY, find_by_keywords
 from trainctl.rules.resolve import resolve
-from trainctl.tuning.speed import time_variant
+from trainctl.tuning.assess import plain_kernels_cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +128,7 @@ def explain(key: str, composed: ComposedConfig, plan: RunPlan | None) -> Explana
     return Explanation(
         key=key,
         value=to_plain(own.value) if own else to_plain(value_at(composed.config, key)),
-        reason=own.reason + _cost_of_plain(key, plan) if own and plan else "",
+        reason=_reason(own, plan) if own and plan else "",
         layers=layers,
         default=described.default,
         is_key=True,
@@ -142,24 +139,10 @@ def explain(key: str, composed: ComposedConfig, plan: RunPlan | None) -> Explana
     )
 
 
-def _cost_of_plain(key: str, plan: RunPlan) -> str:
-    """Return what plain kernels in place of chosen ones would cost; empty for other keys."""
-    kernels, hardware = plan.config.kernels, plan.hardware
-    if key.partition(".")[0] != "kernels" or not (kernels.liger or kernels.is_compiled):
-        return ""
-    plain = replace(
-        kernels, liger=False, cross_entropy=CrossEntropyKind.plain, compile=CompileKind.none
-    )
-    now = time_variant(plan.config, hardware)
-    other = time_variant(replace(plan.config, kernels=plain), hardware)
-    assert now is not None and other is not None
-    seconds, wider = now.seconds_per_token, other.seconds_per_token
-    speed = f"{seconds / wider - 1:+.0%} tokens/s, " if seconds and wider else ""
-    peaks = [
-        device_budget(each.sketch, traced_model(plan.config)).device_peak_bytes
-        for each in (now, other)
-    ]
-    return f"; kernels=plain: {speed}{(peaks[1] - peaks[0]) / GIB:+.1f} GiB a device, as predicted"
+def _reason(own: DerivedValue, plan: RunPlan) -> str:
+    cost = plain_kernels_cost(plan) if own.key.startswith("kernels.") else ""
+    predicted = f"; kernels=plain: {cost} a device, as predicted" if cost else ""
+    return f"{own.reason}{predicted}"
 
 
 def explain_known(key: str, composed: ComposedConfig, plan: RunPlan | None) -> Explanation:

@@ -7,6 +7,7 @@ import csv
 import hashlib
 import io
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainctl.errors import ExitCode
 from trainctl.monitor.report.document import report_document, report_rows
 from trainctl.monitor.report.history import History
 from trainctl.monitor.report.page import RUNS_PAGE, PageSource
+from trainctl.monitor.report.panels import MOST_PROFILES, PROFILE_BYTES
 from trainctl.monitor.report.watching import WatchApp
 from trainctl.runs.directory import new_attempt, read_plan
 from trainctl.runs.layout import RunPaths
@@ -101,6 +103,30 @@ def test_proofs_are_listed_and_damaged_ones_left_out(tmp_path: Path) -> None:
     (found,) = report_document(read(run))["runs"]
     assert [each["is_good"] for each in found["proofs"]] == [False]
     assert found["proofs"][0]["sentence"].startswith("differs")
+
+
+def test_profiles_of_the_newest_attempt_that_has_some_are_shown_cut(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    assert report_document(read(run))["runs"][0]["profiles"] == []
+    for number in (2, 3):
+        new_attempt(run, read_plan(run.attempt(1).plan))
+        assert run.attempt(number).root.is_dir()
+    folders = [run.attempt(number).profile for number in (1, 2)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "rank-0.txt").write_text(f"{folder.parent.name}\t\x1b[2J</script>\n")
+    (folders[1] / "rank-10.txt").write_bytes(b"\xff" * 2 * PROFILE_BYTES)
+    (folders[1] / "rank-2.txt").symlink_to("/dev/zero")
+    (folders[1] / "rank-x.txt").touch()
+    os.mkfifo(folders[1] / "rank-3.txt")
+    (found,) = report_document(read(run))["runs"]
+    assert [(each["attempt"], each["rank"]) for each in found["profiles"]] == [(2, 0), (2, 10)]
+    first, second = (each["text"] for each in found["profiles"])
+    assert first == "2\ufffd\ufffd[2J</script>\n"
+    assert second == "\ufffd" * PROFILE_BYTES + "…\n"
+    for rank in range(20, 40):
+        (folders[1] / f"rank-{rank}.txt").write_text("ms")
+    assert len(report_document(read(run))["runs"][0]["profiles"]) <= MOST_PROFILES
 
 
 def test_ranks_lie_as_the_mesh_has_them(tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from browser import Browser, browser
 from commands import TINY, finish, live_processes, start, trainctl
+from made_runs import new_run
 from selenium.webdriver.common.keys import Keys
 
 from trainctl.runs.records import read_events
+from trainctl.train.callbacks.trace_summary import read_trace, render, summarize
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preloaded")]
 
@@ -99,6 +102,27 @@ def page(window: Browser, file: Path) -> Browser:
     window.console(), window.requests()
     window.open(file.as_uri(), ready=READY)
     return window
+
+
+def test_a_profile_is_text_of_the_page(tmp_path: Path, window: Browser) -> None:
+    """A model's code may name what it records as it likes."""
+    with torch.profiler.profile() as recorded, torch.profiler.record_function("<img src=x>"):
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    text = render(summarize(read_trace(tmp_path / "trace.json"), 1))
+    run = new_run(tmp_path / "run")
+    trainctl("report", "run", "-o", "without.html", cwd=tmp_path)
+    run.attempt(1).profile.mkdir()
+    (run.attempt(1).profile / "rank-0.txt").write_text(f"{text}<img src=x>\n")
+    trainctl("report", "run", "-o", "with.html", cwd=tmp_path)
+    for name, shown in (("without", None), ("with", f"{text}<img src=x>\n")):
+        window.open((tmp_path / f"{name}.html").as_uri(), ready=READY)
+        found = window.script("return document.querySelector('#profiles pre')?.textContent ?? null")
+        assert found == shown
+    assert "aten::mm" in text
+    assert window.script("return document.querySelectorAll('#profiles img').length") == 0
+    window.script("document.querySelector('#profiles summary').click()")
+    assert window.faults() == []
 
 
 IDLE = "return document.documentElement.dataset.busy === undefined"

@@ -20,7 +20,12 @@ from trainctl.monitor.report import columns
 from trainctl.monitor.report.columns import Edges, GrowingColumns, Numbers, ReducedColumn
 from trainctl.monitor.report.history import Branch, History
 from trainctl.monitor.report.marks import newest_marks
-from trainctl.monitor.report.panels import memory_comparison, placement, time_and_cost_of
+from trainctl.monitor.report.panels import (
+    memory_comparison,
+    placement,
+    read_profiles,
+    time_and_cost_of,
+)
 from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import open_or_newest, open_run, read_plan, read_record
@@ -197,6 +202,7 @@ class _Run:
             "layout": self._layout(),
             "proofs": read_proofs(history.run),
             "rollouts": _rollouts(history.run),
+            "profiles": read_profiles(history.run),
             "account": account,
             "attempts": self._attempts(),
             "derived": [

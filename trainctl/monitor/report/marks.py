@@ -11,6 +11,7 @@ from trainctl.runs.event_descriptions import (
     describe_divergence,
     describe_failed_reward,
     describe_mirror_problem,
+    describe_recompilation,
     describe_straggler,
 )
 from trainctl.runs.failures import describe_failure
@@ -156,6 +157,10 @@ def _logger(event: Event) -> tuple[str, str]:
     return f"logger {event['name']} cannot send", event["problem"]
 
 
+def _recompilation(event: Event) -> tuple[str, str]:
+    return describe_recompilation(event), event["reason"] or ""
+
+
 def _reward_failed(event: Event) -> tuple[str, str]:
     return describe_failed_reward(event), event["reason"]
 
@@ -173,6 +178,7 @@ _MARK_MAKERS: Mapping[str, Any] = {
     "plateau": _plateau,
     "straggler": _straggler,
     "divergence": _divergence,
+    "recompilation": _recompilation,
     "checkpoint": _saved,
     "weights": _saved,
     "end": _end,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from trainctl.config.reading import open_file
 from trainctl.errors import TrainctlError
 from trainctl.memory.budget import MemoryBudget, budget
 from trainctl.memory.traced import known_traced_model
@@ -16,11 +19,17 @@ from trainctl.monitor.report.columns import GrowingColumns, finite_or_none
 from trainctl.monitor.report.history import AttemptTimes, History
 from trainctl.plans.types import RunPlan
 from trainctl.runs.command import AttemptCommand, read_command
-from trainctl.runs.layout import AttemptPaths
+from trainctl.runs.directory import last_attempt
+from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.records import Event
 
 RECENT_STEPS = 200
 """Number of last steps whose mean time predicts the rest."""
+
+MOST_PROFILES, PROFILE_BYTES = 8, 16_384
+"""Most profiles that are shown, those of the lowest ranks, and the bytes of each: a summary that a
+run wrote has about 4,000.
+"""
 
 
 def time_and_cost_of(
@@ -255,3 +264,24 @@ def _host_names(attempt: AttemptPaths) -> list[str]:
     except (OSError, ValueError, TypeError, TrainctlError):
         return []
     return [node.host for node in command.nodes]
+
+
+def read_profiles(run: RunPaths) -> list[dict[str, Any]]:
+    """Return the summaries that the newest attempt with profiled steps wrote, by rank."""
+    for number in range(last_attempt(run), 0, -1):
+        folder = run.attempt(number).profile
+        names = (
+            re.fullmatch(r"rank-([0-9]{1,9})\.txt", path.name) for path in folder.glob("*.txt")
+        )
+        ranks = sorted(int(name[1]) for name in names if name)
+        found = []
+        for rank in ranks[:MOST_PROFILES]:
+            with suppress(OSError), open_file(folder / f"rank-{rank}.txt") as file:
+                raw = file.read(PROFILE_BYTES + 1)
+                cut = "…\n" if len(raw) > PROFILE_BYTES else ""
+                text = raw[:PROFILE_BYTES].decode(errors="replace") + cut
+                text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+                found.append({"attempt": number, "rank": rank, "text": text})
+        if found:
+            return found
+    return []

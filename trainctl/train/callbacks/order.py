@@ -33,6 +33,7 @@ from trainctl.train.callbacks.context import Journal, RankContext, StepState
 from trainctl.train.callbacks.document_search import DocumentSearch
 from trainctl.train.callbacks.evaluation import EarlyStopping, Evaluation, Plateau, Sampling
 from trainctl.train.callbacks.profile import Profile
+from trainctl.train.callbacks.recompilations import recompilations_of
 from trainctl.train.callbacks.recorder import TensorRecorder
 from trainctl.train.callbacks.steps import (
     Divergence,
@@ -76,6 +77,7 @@ def callbacks_of_run(
         session, now, journal, lambda: runner.call("on_evaluate"), checkpoints.save_unless_saved
     )
     quick: dict[str, Callback | None] = {
+        "recompilations": recompilations_of(session, now, journal),
         "heartbeats": Heartbeats(journal),
         "steps": StepRecords(session, now, journal),
         "divergence": DivergenceRecords(Divergence(vocab_size), now, journal),

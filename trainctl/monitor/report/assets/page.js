@@ -29,6 +29,7 @@
     intervention: { glyph: "↶", colour: "--warn", name: "interventions", line: true },
     divergence: { glyph: "↗", colour: "--bad", name: "divergence", line: true },
     straggler: { glyph: "◆", colour: "--note", name: "stragglers", line: true },
+    recompilation: { glyph: "⟳", colour: "--note", name: "recompilations", line: false },
     plateau: { glyph: "⤓", colour: "--note", name: "plateaus", line: true },
     preempted: { glyph: "!", colour: "--warn", name: "preemptions", line: true },
     stopping: { glyph: "■", colour: "--warn", name: "stops", line: true },
@@ -1284,6 +1285,12 @@
     return card("rollouts", "Newest sampled answers", true, make("details", {}, make("summary", { text: `${rows.length} answers` }), table(["Step", "Prompt", "Answer", ...names, "Reward", "Advantage"], rows, "Sampled answers")));
   }
 
+  function profiles(run) {
+    if (!run.profiles.length) return null;
+    const each = run.profiles.map(({ attempt, rank, text }) => make("details", {}, make("summary", { text: `Rank ${rank}, attempt ${attempt}` }), make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Profile of rank ${rank}` }, make("pre", { text }))));
+    return card("profiles", "Profiled steps: where their time goes", true, ...each);
+  }
+
   function reasons(run) {
     if (!run.derived.length) return null;
     const rows = run.derived.map((each) => make("tr", {}, make("th", { scope: "row" }, make("code", { text: each.key })), make("td", {}, make("code", { text: each.value })), make("td", { text: each.reason })));
@@ -1303,12 +1310,12 @@
 
   function details() {
     const run = selectedRun(), root = $("#details"), open = new Set([...root.querySelectorAll("section:has(details[open])")].map((each) => each.id));
-    const made = JSON.stringify([run.id, run.marks.length, run.step, run.account, run.proofs.length, run.rollouts.length, state.document.differences.length]);
+    const made = JSON.stringify([run.id, run.marks.length, run.step, run.account, run.proofs.length, run.rollouts.length, run.profiles.length, state.document.differences.length]);
     if (root.dataset.made === made) return;
     root.dataset.made = made;
     const several = differing(state.runs.map((each) => each.name), state.document.differences, "differences", "What is different between the runs");
     const attempts = state.runs.length === 1 ? differing(run.attempts.numbers.map((number) => `attempt ${number}`), run.attempts.differences, "differences", "What is different between the attempts") : null;
-    root.replaceChildren(...[happened(run), several, attempts, times(run), memory(run), layout(run), rollouts(run), proofs(run), reasons(run), origin(run)].filter(Boolean));
+    root.replaceChildren(...[happened(run), several, attempts, times(run), memory(run), layout(run), profiles(run), rollouts(run), proofs(run), reasons(run), origin(run)].filter(Boolean));
     const half = [...root.querySelectorAll(".card:not(.wide)")];
     if (half.length % 2) half[half.length - 1].classList.add("wide");
     for (const id of open) $(`#${id} details`)?.setAttribute("open", "");
