@@ -171,7 +171,7 @@ PROMISES = {
 }
 """Keys of the layout that a recipe's name promises. The search chooses all others."""
 
-ON_GPUS = [name for name in WHOLE if recipe_of(name).hardware.accelerator is not Accelerator.cpu]
+ON_GPUS = [name for name in WHOLE if not name.endswith("tiny")]
 
 
 def fastest(name: str) -> FoundPlan:
@@ -192,6 +192,7 @@ def fastest(name: str) -> FoundPlan:
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_a_recipe_is_as_fast_as_its_name_allows(name: str) -> None:
     config = recipe_of(name)
+    assert config.hardware.accelerator is not Accelerator.cpu
     own, best = assess(config, resolve_hardware(config.hardware)), fastest(name)
     assert own.plan is not None and own.fits
     speed = own.plan.batch.tokens_per_step / step_time(own.plan).seconds
