@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -17,13 +17,10 @@ from trainctl.data.tokenizer import Tokenizer
 from trainctl.options.objective.grpo import answers_per_prompt
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.types import RunPlan
-from trainctl.runs.records import Event
+from trainctl.runs.records import Event, OnUnits, ignore_progress
 
 AROUND = 60
 """Characters shown before and after a match."""
-
-Progress = Callable[[int, int], None]
-"""Called with the number of tokens searched, and with the total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ def find_text(
     events: Iterable[Event],
     *,
     ignore_case: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: OnUnits = ignore_progress,
 ) -> Iterator[Match]:
     """Yield the documents that contain a text, by source, in the order of the training text.
 

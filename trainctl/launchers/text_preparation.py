@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from trainctl.rules.resolve import resolve
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import iter_events, steps_from_end
+from trainctl.runs.records import OnUnits, iter_events, steps_from_end
 from trainctl.tuning.input_files import check_tokenizer_files, missing_files
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ def check_text_settings(composed: ComposedConfig) -> list[Finding]:
 
 
 def find_in_run(
-    run: RunPaths, text: str, *, ignore_case: bool, most: int, progress: Callable[[int, int], None]
+    run: RunPaths, text: str, *, ignore_case: bool, most: int, progress: OnUnits
 ) -> tuple[list[Match], bool]:
     """Find the documents of a run that have a text, and the steps that saw them.
 

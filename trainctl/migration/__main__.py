@@ -7,12 +7,12 @@ The command line, which loads no torch, starts it; it is called and answers as
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainctl.runs.records import Progress
 from trainctl.train.offline import answer
 
 
@@ -23,7 +23,7 @@ def _import(
     argv: list[str],
     format: str | None,
     *,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> dict[str, Any]:
     # Slow imports.
     from trainctl.data.user_functions import make_importable

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 from trainctl.errors import ExitCode, RunStateError, TrainctlError
 from trainctl.runs.files import temporary_folder
 from trainctl.runs.processes import die_with_parent
+from trainctl.runs.records import Progress
 
 if TYPE_CHECKING:
     from trainctl.data.corpora import Corpora
     from trainctl.plans.types import RunPlan
     from trainctl.runs.layout import RunPaths
     from trainctl.train.models.loaded import LoadedModel
-
-Progress = Callable[[str, int, int], None]
 
 
 def answer(tasks: Mapping[str, Callable[..., dict[str, Any]]]) -> int:

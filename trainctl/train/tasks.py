@@ -13,8 +13,7 @@ from typing import Any
 
 from trainctl.config.suggest import did_you_mean, first_line, nearest_names
 from trainctl.errors import MachineError, TrainctlError
-
-Progress = Callable[[str, int, int], None]
+from trainctl.runs.records import Progress
 
 _PARTS = 50
 """Chunks of the requests of one kind; progress is reported after each chunk."""

@@ -17,10 +17,11 @@ from torch.serialization import skip_data
 from transformers.trainer_callback import TrainerState
 
 from trainctl.config.schema import RunConfig
-from trainctl.migration.checkpoints.to_torch import ExportedRun, Progress
+from trainctl.migration.checkpoints.to_torch import ExportedRun
 from trainctl.migration.checkpoints.trainer import OPTIMIZERS, STATE, trainer_groups
 from trainctl.plans.optimizers import parameter_groups
 from trainctl.runs.files import write_json
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.export.directory import export
 from trainctl.train.export.output import ExportedCheckpoint, new_folder
 
@@ -28,7 +29,7 @@ SCHEDULER = "scheduler.pt"
 
 
 def export_trainer(
-    config: RunConfig, checkpoint: Path, out: Path, *, progress: Progress = lambda done, total: None
+    config: RunConfig, checkpoint: Path, out: Path, *, progress: OnUnits = ignore_progress
 ) -> ExportedCheckpoint:
     """Write a folder that `Trainer.train(resume_from_checkpoint=...)` continues from.
 

@@ -47,6 +47,7 @@ from trainctl.runs.files import make_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.manifest import FORMAT, write_manifest
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.checkpoint.content import write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.save import check_space
@@ -59,9 +60,6 @@ PIECE = 1 << 24
 
 FILE_BYTES = 4 * 2**30
 """Size from which the next parameter begins a new file; ranks verify files in shares."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are written and their total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +91,7 @@ def import_source(
     run_dir: Path,
     *,
     argv: Sequence[str] = (),
-    progress: Progress = lambda done, total: None,
+    progress: OnUnits = ignore_progress,
 ) -> ImportedCheckpoint:
     """Write a source as the first checkpoint of a run, which is made unless it is there.
 
@@ -338,7 +336,7 @@ def _write(
     states: Sequence[str],
     facts: Mapping[str, Any],
     plan: RunPlan,
-    progress: Progress,
+    progress: OnUnits,
 ) -> int:
     """Write and commit the checkpoint; return the bytes of its tensors.
 

@@ -33,6 +33,7 @@ from trainctl.options.objective.contrastive import ContrastiveConfig, Pooling
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.adapters.layers import MergedWeights
 from trainctl.train.checkpoint.content import CheckpointReader, write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
@@ -58,7 +59,7 @@ def export(
     dtype: torch.dtype,
     weights: str = MASTER,
     shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: OnUnits = ignore_progress,
 ) -> ExportedCheckpoint:
     """Write the checkpoint's weights to a new folder that `AutoModelForCausalLM` loads, or
     `AutoModelForSequenceClassification` if the objective has a head of its own.

@@ -22,6 +22,7 @@ from trainctl.options.adapter import low_rank
 from trainctl.options.objective import SCORES
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import RunPlan
+from trainctl.runs.records import Progress
 from trainctl.train.adapters.layers import apply_adapter
 from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.optimizer_state import MASTER
@@ -107,7 +108,7 @@ def load(
     plan: RunPlan,
     checkpoint: Path,
     device: str,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
     *,
     weights: str = MASTER,
 ) -> LoadedModel:
