@@ -20,7 +20,7 @@ from trainctl.config.literal_secrets import without_secrets
 from trainctl.config.overrides import split_target
 from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
-from trainctl.launchers.config_questions import explain_value, read_compared
+from trainctl.launchers.plan_search import explain_value, read_compared
 from trainctl.launchers.planning import compose_target
 from trainctl.migration.configs.result import ImportResult, LeftOutKey, Why
 from trainctl.rules.deepspeed_schema import deepspeed_schema

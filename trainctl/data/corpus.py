@@ -37,8 +37,7 @@ from trainctl.data.document_selection import (
     select_training_documents,
     selection_digest,
 )
-from trainctl.data.executors import Executor
-from trainctl.data.executors.local import INLINE, LOCAL, LocalExecutor
+from trainctl.data.executors import INLINE, LOCAL, Executor, LocalExecutor
 from trainctl.data.pretokenized_corpus import chunks_in_place
 from trainctl.data.store import DamagedPart, TokenStore, files_in_order
 from trainctl.data.targets import KeptRecords, TargetLayout

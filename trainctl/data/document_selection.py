@@ -22,8 +22,7 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, Dedup
 from trainctl.data.corpus_writer import held_out_masks
-from trainctl.data.executors import Executor
-from trainctl.data.executors.local import INLINE
+from trainctl.data.executors import INLINE, Executor
 from trainctl.data.quality.batches import Bool, Entry
 from trainctl.data.quality.columns import PartToMeasure
 from trainctl.data.quality.decide import select_documents

@@ -18,7 +18,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.data.corpus import Corpus, Split
 from trainctl.data.infilling import Infilling
 from trainctl.data.packing import Bins
-from trainctl.data.permutation import Words, derive_key, splitmix64, unit_interval
+from trainctl.data.source_sampler import Words, derive_key, splitmix64, unit_interval
 from trainctl.data.targets import Prompt, PromptRecords
 from trainctl.data.tokenizer import begin_of_documents, load_tokenizer
 from trainctl.errors import TrainctlError

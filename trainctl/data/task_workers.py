@@ -20,8 +20,7 @@ import numpy as np
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import function_of
 from trainctl.config.schema import TokenizerConfig
-from trainctl.data.executors import Executor, ExecutorTask, require_results
-from trainctl.data.executors.local import INLINE, LocalExecutor
+from trainctl.data.executors import INLINE, Executor, ExecutorTask, LocalExecutor, require_results
 from trainctl.data.store import DamagedPart, TokenStore
 from trainctl.data.tasks import OnPreparation, PreparationMeter, Task
 from trainctl.data.tokenizer import dtype_for, encoder_of

@@ -11,10 +11,9 @@ from pathlib import Path
 from trainctl.config.hosts import Host, chosen_hosts
 from trainctl.config.user_code import user_code_files
 from trainctl.errors import Finding
-from trainctl.hardware.devices import Machine, lacking_devices
-from trainctl.hardware.facts import error_finding
+from trainctl.hardware.detect import error_finding
+from trainctl.hardware.devices import Machine, lacking_devices, lacking_space
 from trainctl.hardware.host_checks import lacking_memory
-from trainctl.hardware.storage import lacking_space
 from trainctl.launchers.host_probe import HostReport, probe_hosts
 from trainctl.launchers.probe import PACKAGES, code_digest
 from trainctl.options.launcher import section_of

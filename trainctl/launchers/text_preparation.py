@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainctl.config.compose import ComposedConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.hardware.storage import check_root_caches
+from trainctl.hardware.devices import check_root_caches
 from trainctl.launchers.planning import name_sources, plan_config
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.types import RunPlan
@@ -55,10 +55,10 @@ def prepare_text(config: RunConfig, *, workers: int | None, to: str | None) -> P
         TrainctlError: The text cannot be read, or is streamed and so needs no writing.
     """
     from trainctl.data.corpora import build_corpora
-    from trainctl.data.dropped_documents import dropped_by_source
     from trainctl.data.executors import executor_of
     from trainctl.data.source_sampler import SHARD_TOKENS
     from trainctl.data.streaming.corpora import upload_corpus
+    from trainctl.data.text_search import dropped_by_source
     from trainctl.data.tokenizer import load_tokenizer
     from trainctl.readers.remote import print_notice
 

@@ -22,9 +22,7 @@ import numpy.typing as npt
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
-from trainctl.data.executors import Executor
-from trainctl.data.executors.local import INLINE
-from trainctl.data.permutation import splitmix64
+from trainctl.data.executors import INLINE, Executor
 from trainctl.data.quality.batches import I64, Bool, Entry
 from trainctl.data.quality.columns import (
     MeasuredCorpus,
@@ -35,9 +33,8 @@ from trainctl.data.quality.columns import (
     remove_leftovers,
 )
 from trainctl.data.quality.contamination import write_held_out
-from trainctl.data.quality.duplicates import Passages, find_duplicates
 from trainctl.data.quality.measurement import WantedColumns, measure_all, words_covered
-from trainctl.data.quality.near_duplicates import Pairs
+from trainctl.data.quality.near_duplicates import Pairs, Passages, find_duplicates
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,
@@ -51,6 +48,7 @@ from trainctl.data.quality.selection import (
     Tally,
 )
 from trainctl.data.quality.shuffle import MEMORY
+from trainctl.data.source_sampler import splitmix64
 
 
 def decide_removals(

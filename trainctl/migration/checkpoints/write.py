@@ -23,8 +23,7 @@ from trainctl import __version__
 from trainctl.config.schema import RunConfig
 from trainctl.engines.process import Process, joined_process
 from trainctl.errors import MachineError, RunStateError, TrainctlError
-from trainctl.migration.checkpoints.names import match_names
-from trainctl.migration.checkpoints.source import FORMATS, Source, differences, reading
+from trainctl.migration.checkpoints.source import FORMATS, Source, differences, match_names, reading
 from trainctl.migration.checkpoints.unpickle import as_numbers, damaged
 from trainctl.models.hf_weights import persistent_buffers, tied_names
 from trainctl.options.adapter import low_rank

@@ -13,9 +13,9 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from trainctl.config.schema import AttentionKind
-from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.first_pass import FirstPass
 from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.process import use_fp32_cpu_products
 from trainctl.errors import MachineError
 from trainctl.models.tensors import FUTURE
 from trainctl.options.adapter import low_rank
