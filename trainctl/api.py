@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from trainctl.config.compose import ComposedConfig
     from trainctl.config.schema import RunConfig
     from trainctl.hardware import Hardware
+    from trainctl.launchers.machine_report import MachineReport
     from trainctl.launchers.migration_proof import MigrationProof
     from trainctl.launchers.offline import WeightsChoice
-    from trainctl.launchers.plan_search import MachineReport
     from trainctl.launchers.planning import PlannedConfig
     from trainctl.launchers.prove import Proof
     from trainctl.launchers.start import Observer
@@ -743,7 +743,7 @@ def check_machine(
         TrainctlError: The configuration is wrong.
     """
     from trainctl.config.overrides import split_target
-    from trainctl.launchers.plan_search import examine
+    from trainctl.launchers.machine_report import examine
     from trainctl.launchers.planning import compose_target
 
     target, rest = split_target(_with_hardware(overrides, hardware))
@@ -755,7 +755,7 @@ def list_recipes(config_dir: Place | None = None) -> list[dict[str, Any]]:
 
     `fits_here` is None if that is too close to tell; `reason` says why it is not True.
     """
-    from trainctl.launchers.plan_search import recipe_verdicts
+    from trainctl.launchers.machine_report import recipe_verdicts
 
     return recipe_verdicts(_config_dir(config_dir))
 
@@ -1937,7 +1937,7 @@ def load(
         TrainctlError: There is no such checkpoint, or it is damaged (exit code 5).
     """
     from trainctl.runs.files import temporary_folder
-    from trainctl.train.export.loading import load_export, load_run_export
+    from trainctl.train.export.output import load_export, load_run_export
 
     _require_one_of("dtype", dtype, _DTYPES)
     if isinstance(run, str) and _is_url(run):

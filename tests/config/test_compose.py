@@ -579,7 +579,7 @@ def test_no_file_is_a_second_error_beside_the_order_that_cannot_be_computed(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = Finding(rule="TC105", message="Hydra cannot compose these files")
-    monkeypatch.setattr("trainctl.config.extends.files_in_order", lambda *_: wrong)
+    monkeypatch.setattr("trainctl.config.defaults_list.files_in_order", lambda *_: wrong)
     with pytest.raises(TrainctlError) as caught:
         compose_config(["recipe=tiny"], None)
     assert caught.value.findings == (wrong,)

@@ -22,7 +22,7 @@ import pytest
 from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity
-from trainctl.hardware import builds, detect, devices, host_checks, packages
+from trainctl.hardware import builds, detect, devices, host_checks, packages, storage
 from trainctl.hardware.detect import Hardware
 from trainctl.launchers.planning import compose_config
 from trainctl.options import logger
@@ -357,15 +357,15 @@ def test_root_hears_of_a_cache_in_another_users_folder(
 
     monkeypatch.setattr(Path, "stat", stat)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert list(devices.check_root_caches(config(), CPU)) == []
+    assert list(storage.check_root_caches(config(), CPU)) == []
     owners[tmp_path / "cache"] = 65534  # where torch's operators will be
-    finding = only(devices.check_root_caches(config(), CPU))
+    finding = only(storage.check_root_caches(config(), CPU))
     assert (finding.rule, finding.severity) == ("TC460", Severity.warning)
     assert f"{tmp_path / 'cache' / 'torch_extensions'}, and {tmp_path / 'cache'}" in finding.message
     monkeypatch.setenv("TRAINCTL_CACHE_DIR", str(tmp_path / "cache"))
-    assert len(list(devices.check_root_caches(config(), CPU))) == 2
+    assert len(list(storage.check_root_caches(config(), CPU))) == 2
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert list(devices.check_root_caches(config(), CPU)) == []
+    assert list(storage.check_root_caches(config(), CPU)) == []
 
 
 # ---------------------------------------------------------------- builds
@@ -573,13 +573,13 @@ def test_host_memory() -> None:
 
 def nvme_findings(folder: Path) -> list[Any]:
     made = config("offload=nvme", "zero_stage=3", f"offload.nvme_path={folder}")
-    return list(devices.check_nvme(made, CPU))
+    return list(storage.check_nvme(made, CPU))
 
 
 def test_a_folder_is_written_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rules(nvme_findings(tmp_path)) == [] or "tmpfs" in only(nvme_findings(tmp_path)).message
     assert list(tmp_path.iterdir()) == []
-    assert list(devices.check_nvme(config(), CPU)) == []
+    assert list(storage.check_nvme(config(), CPU)) == []
     assert "does not exist" in only(nvme_findings(tmp_path / "none")).message
     (tmp_path / "file").write_text("")
     assert "is not a folder" in only(nvme_findings(tmp_path / "file")).message
@@ -588,7 +588,7 @@ def test_a_folder_is_written_and_read_back(tmp_path: Path, monkeypatch: pytest.M
         buffers[0][:4] = b"lost"
         return len(buffers[0])
 
-    monkeypatch.setattr(devices.os, "preadv", forget)
+    monkeypatch.setattr(storage.os, "preadv", forget)
     finding = only(nvme_findings(tmp_path))
     assert finding.is_error and "not what was written" in finding.message
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -598,13 +598,13 @@ def test_a_folder_is_written_and_read_back(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_no_local_disk_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(devices, "filesystem_type", lambda folder: kind)
+    monkeypatch.setattr(storage, "filesystem_type", lambda folder: kind)
     finding = only(nvme_findings(tmp_path))
     assert not finding.is_error and kind in finding.message
 
 
 def test_the_file_system_of_a_folder() -> None:
-    assert devices.filesystem_type(Path("/proc/self")) == "proc"
+    assert storage.filesystem_type(Path("/proc/self")) == "proc"
 
 
 def test_a_full_disk_is_no_place(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import AttemptOption, ConfigDir, Json, TargetAndOverrides
-from trainctl.cli.complete import complete_key
+from trainctl.cli.arguments import AttemptOption, ConfigDir, Json, TargetAndOverrides, complete_key
 from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
 from trainctl.config.codec import to_plain
 from trainctl.config.json_schema import option_schema, recipe_schema, write_schemas
@@ -20,7 +19,7 @@ from trainctl.config.literal_secrets import without_secrets
 from trainctl.config.overrides import split_target
 from trainctl.config.store import dump_config
 from trainctl.errors import TrainctlError
-from trainctl.launchers.plan_search import explain_value, read_compared
+from trainctl.launchers.config_questions import explain_value, read_compared
 from trainctl.launchers.planning import compose_target
 from trainctl.migration.configs.result import ImportResult, LeftOutKey, Why
 from trainctl.rules.deepspeed_schema import deepspeed_schema

@@ -141,7 +141,7 @@ def entry_point() -> NoReturn:
 def _complete_shell() -> None:
     if os.environ[COMPLETE_VARIABLE] != "complete_bash":
         app(prog_name="trainctl")
-    from trainctl.cli.complete import answer_bash
+    from trainctl.cli.arguments import answer_bash
 
     sys.stdout.write(answer_bash(app, os.environ))
     sys.exit(0)

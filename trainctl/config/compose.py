@@ -1,6 +1,6 @@
 """Composition of a checked `RunConfig` from a recipe, options and overrides.
 
-Hydra decides which files take part and in which order (`trainctl.config.extends`). This
+Hydra decides which files take part and in which order (`trainctl.config.defaults_list`). This
 module reads them with the line of each key, checks them, and layers them, so that the origin shown
 for a value is the place that set it. The values equal Hydra's own composition with one exception:
 an option chosen on the command line replaces its whole section, including what the recipe set
@@ -267,7 +267,7 @@ def _apply_files(
     Raises:
         TrainctlError: The files have no order, so that no value is known.
     """
-    from trainctl.config.extends import files_in_order
+    from trainctl.config.defaults_list import files_in_order
 
     files = files_in_order(folders, defaults)
     if isinstance(files, Finding):

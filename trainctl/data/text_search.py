@@ -20,7 +20,6 @@ from trainctl.data.mixture import sample_order
 from trainctl.data.order import SampleOrder
 from trainctl.data.packing import load_bins, packed_token_count
 from trainctl.data.prepare import prepared_corpora
-from trainctl.data.quality.contamination import words_from
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,
@@ -28,6 +27,7 @@ from trainctl.data.quality.selection import (
     SUBSTRING,
     Example,
     example_from_json,
+    words_from,
 )
 from trainctl.data.sample_contents import training_text
 from trainctl.data.store import lines_before, read_documents

@@ -21,7 +21,7 @@ from trainctl.config.quantities import memory_text
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
-from trainctl.hardware import builds, devices, host_checks, packages
+from trainctl.hardware import builds, devices, host_checks, packages, storage
 from trainctl.hardware.detect import Hardware, error_finding, warning_finding
 from trainctl.hardware.devices import Machine, this_machine
 from trainctl.hardware.packages import check_kernels
@@ -203,8 +203,8 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("shared memory", host_checks.check_shared_memory),
     ("locked memory", host_checks.check_locked_memory),
     ("host memory", host_checks.check_host_memory),
-    ("NVMe", devices.check_nvme),
-    ("caches", devices.check_root_caches),
+    ("NVMe", storage.check_nvme),
+    ("caches", storage.check_root_caches),
     ("network", host_checks.check_interfaces),
 )
 """Names and checks in the order of their output."""

@@ -17,7 +17,7 @@ from signal import Signals
 from typing import Any
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.hardware.devices import lacking_space
+from trainctl.hardware.storage import lacking_space
 from trainctl.launchers.interface import (
     Agents,
     AttemptRequest,

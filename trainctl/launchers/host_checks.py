@@ -12,8 +12,9 @@ from trainctl.config.hosts import Host, chosen_hosts
 from trainctl.config.user_code import user_code_files
 from trainctl.errors import Finding
 from trainctl.hardware.detect import error_finding
-from trainctl.hardware.devices import Machine, lacking_devices, lacking_space
+from trainctl.hardware.devices import Machine, lacking_devices
 from trainctl.hardware.host_checks import lacking_memory
+from trainctl.hardware.storage import lacking_space
 from trainctl.launchers.host_probe import HostReport, probe_hosts
 from trainctl.launchers.probe import PACKAGES, code_digest
 from trainctl.options.launcher import section_of

@@ -10,8 +10,8 @@ from pathlib import Path
 from trainctl.config.schema import Accelerator
 from trainctl.engines import patch_checks as declared
 from trainctl.errors import Finding
-from trainctl.hardware.devices import lacking_space
 from trainctl.hardware.host_checks import preflight
+from trainctl.hardware.storage import lacking_space
 from trainctl.launchers.interface import AttemptRequest, RenderedLaunch
 from trainctl.launchers.rank_command import attempt_command, rank_variables
 from trainctl.plans.types import RunPlan

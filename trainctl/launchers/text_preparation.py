@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainctl.config.compose import ComposedConfig
 from trainctl.errors import Finding, TrainctlError
 from trainctl.hardware import resolve_hardware
-from trainctl.hardware.devices import check_root_caches
+from trainctl.hardware.storage import check_root_caches
 from trainctl.launchers.planning import name_sources, plan_config
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.types import RunPlan

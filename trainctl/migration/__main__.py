@@ -10,10 +10,12 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainctl.runs.records import Progress
 from trainctl.train.offline import answer
+
+if TYPE_CHECKING:
+    from trainctl.runs.records import Progress
 
 
 def _import(

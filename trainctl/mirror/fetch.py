@@ -21,12 +21,12 @@ from trainctl.mirror.index import (
     PARTS_AT_ONCE,
     Index,
     ListedCheckpoint,
+    Store,
     StoredFile,
     newest_index,
     read_files,
     read_part,
 )
-from trainctl.mirror.store import Store
 from trainctl.readers.remote import Notify, print_notice
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoint_selection import steps_text

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from trainctl.errors import ExitCode, RunStateError, TrainctlError
 from trainctl.runs.files import temporary_folder
 from trainctl.runs.processes import die_with_parent
-from trainctl.runs.records import Progress
 
 if TYPE_CHECKING:
     from trainctl.data.corpora import Corpora
     from trainctl.plans.types import RunPlan
     from trainctl.runs.layout import RunPaths
+    from trainctl.runs.records import Progress
     from trainctl.train.models.loaded import LoadedModel
 
 
@@ -220,7 +220,7 @@ def _score(
     given: ChosenWeights, prompt: str, answers: list[str], *, chat: bool | None = None
 ) -> dict[str, Any]:
     from trainctl.train.evaluation import is_chat
-    from trainctl.train.scoring import scores_of
+    from trainctl.train.tasks import scores_of
 
     config = given.plan.config
     if config.model.score_outputs is None:

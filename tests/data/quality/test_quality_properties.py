@@ -17,7 +17,6 @@ from planted_corpus import edited, entries, five_grams, jaccard, parts_of, texts
 from trainctl.data.executors import INLINE, Executor, LocalExecutor
 from trainctl.data.quality.batches import DocumentBatch, Entry, Segments, batches
 from trainctl.data.quality.columns import MeasuredCorpus
-from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.decide import decide_removals
 from trainctl.data.quality.measurement import (
     SKETCH,
@@ -34,7 +33,7 @@ from trainctl.data.quality.near_duplicates import (
     find_identical_texts,
     near_pairs,
 )
-from trainctl.data.quality.selection import Contamination, Rules
+from trainctl.data.quality.selection import Contamination, Rules, write_held_out
 from trainctl.data.quality.shuffle import MEMORY, Groups, Result, joined, search_in, shuffle
 from trainctl.data.source_sampler import splitmix64
 from trainctl.options.filter.gopher_quality import GopherQualityConfig

@@ -32,7 +32,6 @@ from trainctl.data.quality.columns import (
     key_of_corpus,
     remove_leftovers,
 )
-from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.measurement import WantedColumns, measure_all, words_covered
 from trainctl.data.quality.near_duplicates import Pairs, Passages, find_duplicates
 from trainctl.data.quality.selection import (
@@ -46,6 +45,7 @@ from trainctl.data.quality.selection import (
     Rules,
     Selection,
     Tally,
+    write_held_out,
 )
 from trainctl.data.quality.shuffle import MEMORY
 from trainctl.data.source_sampler import splitmix64

@@ -44,7 +44,7 @@ from trainctl.data.quality.columns import (
     finished_key,
     remove_leftovers,
 )
-from trainctl.data.quality.contamination import HeldOut
+from trainctl.data.quality.selection import HeldOut
 from trainctl.data.source_sampler import splitmix64
 
 U32 = npt.NDArray[np.uint32]

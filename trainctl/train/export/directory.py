@@ -38,8 +38,12 @@ from trainctl.train.adapters.layers import MergedWeights
 from trainctl.train.checkpoint.content import CheckpointReader, write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import first_source, prompts_of
-from trainctl.train.export.loading import NOT_LOADED, write_module_file
-from trainctl.train.export.output import ExportedCheckpoint, new_folder
+from trainctl.train.export.output import (
+    NOT_LOADED,
+    ExportedCheckpoint,
+    new_folder,
+    write_module_file,
+)
 from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
 from trainctl.train.models.model import fold_multipliers, skeleton, with_portable_attention
 from trainctl.train.models.weights import WeightSource
