@@ -22,7 +22,6 @@ from trainctl.cli.arguments import (
     TargetAndOverrides,
     Verbose,
 )
-from trainctl.cli.commands import script_arguments
 from trainctl.cli.console import (
     Meter,
     findings_to_json,
@@ -35,6 +34,7 @@ from trainctl.cli.console import (
     show_findings,
     tolerate_broken_pipe,
 )
+from trainctl.cli.main import script_arguments
 from trainctl.cli.plan_view import (
     show_brief_budget,
     show_budget,

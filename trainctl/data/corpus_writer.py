@@ -62,7 +62,6 @@ def write_corpus(
         files: The files that the chunks number; empty if chunks have no file numbers.
         facts: Other files of the folder, by name, as plain JSON.
         is_marked: Whether ids carry loss marks (`data.token_arrays`).
-        targets: Layout of the chunks' targets.
         keeps_records: Whether chunks have a line of JSON for each document.
 
     Raises:

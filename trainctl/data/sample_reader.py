@@ -59,7 +59,6 @@ class TokenMasking:
             tokens: Ids, (samples, length).
             can_hide: Whether a token may be hidden, (samples, length).
             indices: Index of each sample in its split.
-            epochs: Epoch of each sample.
         """
         samples = derive_key(self.key, epochs, indices)[:, None]
         numbers = derive_key(samples, np.arange(tokens.shape[1])[None])

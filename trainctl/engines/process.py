@@ -54,9 +54,6 @@ def use_fp32_cpu_products(section: PrecisionConfig, device: torch.device) -> Non
 def widen_format(format: torch.dtype) -> torch.library.Library:
     """Replace torch's CPU kernels of matrix products for factors of one format only.
 
-    Args:
-        format: Format of the factors to widen.
-
     Returns:
         The library that owns the kernels; the cache keeps it, so they stay for the whole process.
     """
@@ -165,7 +162,6 @@ def start_process(plan: RunPlan, device: torch.device, join: Callable[..., None]
     """Return this rank, once the ranks that the agent started have joined each other.
 
     Args:
-        device: Device of this rank.
         join: `init_process_group`, as torch or DeepSpeed has it.
     """
     if plan.config.training.deterministic:

@@ -213,7 +213,6 @@ def submit(
     Args:
         send: Submits them, and returns the scheduler's output.
         attempts: Runs and their attempts, all in one job or in one array.
-        kind: Launcher of the job.
         job_id: Returns a run's job id from the output.
         is_known: Whether the job id needs no output. The job is then recorded before it is sent:
             it may exist although its submission was interrupted, and can be cancelled.

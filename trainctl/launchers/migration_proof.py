@@ -168,7 +168,6 @@ def judge(
 
     Args:
         records: Records of the steps here, by step.
-        imported: Result of the import.
     """
     compared = tuple(_compared(each, records, plan) for each in wanted)
     other_samples = None

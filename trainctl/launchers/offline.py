@@ -124,7 +124,6 @@ def import_checkpoint(
     """Make a run whose first checkpoint has the state of another trainer's checkpoint.
 
     Args:
-        directory: Directory of that checkpoint.
         run_dir: Directory of the run to make, or of a run without checkpoints.
         composed: The run's configuration; None takes that of the run in `run_dir`.
         format: Format of the checkpoint; None detects it.

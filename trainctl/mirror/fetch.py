@@ -55,7 +55,6 @@ class Mirror:
     """A run's mirror as it is listed now.
 
     Args:
-        url: URL of the mirror.
         notify: Called before each wait for another attempt.
 
     Raises:

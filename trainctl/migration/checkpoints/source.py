@@ -216,7 +216,6 @@ def differences(source: Source, plan: RunPlan, step: int, samples: int) -> list[
 
     Args:
         step: Optimizer steps done.
-        samples: Samples trained on.
     """
     return [
         *_optimizer_differences(source, plan),

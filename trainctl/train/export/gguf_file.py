@@ -263,9 +263,6 @@ class Layout:
         Vectors are in fp32, as are matrices that llama.cpp reads so, and rows that blocks do not
         divide are in fp16.
 
-        Args:
-            name: Its published name.
-
         Raises:
             TrainctlError: llama.cpp has no place for it.
         """

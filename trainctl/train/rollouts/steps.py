@@ -547,7 +547,6 @@ def _rows(
     """Build a micro-batch: a row for each answer, after its prompt; padding below and behind.
 
     Args:
-        size: Number of rows.
         divisors: Divisors of the answers' losses; None if no loss is computed.
         lengths: Tokens of all answers of the step, with `divisors`.
     """
