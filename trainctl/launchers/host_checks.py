@@ -114,7 +114,7 @@ def check_hosts(
     findings = host_problems(plan, reports, here, code_digest(), own, checkpoint_bytes)
     is_wrong = any(finding.is_error for finding in findings)
     return HostCheckResult(
-        group=None if is_wrong else _group(reports),
+        group=None if is_wrong else _host_group(reports),
         findings=findings,
         answering=tuple(report.host for report in reports if report.facts is not None),
     )
@@ -132,7 +132,7 @@ def unprobed_hosts(plan: RunPlan) -> HostGroup:
     )
 
 
-def _group(reports: Sequence[HostReport]) -> HostGroup:
+def _host_group(reports: Sequence[HostReport]) -> HostGroup:
     facts = [report.facts for report in reports if report.facts is not None]
     assert len(facts) == len(reports)
     return HostGroup(

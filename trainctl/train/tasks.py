@@ -245,7 +245,7 @@ def scores_of(
             chances = outputs[torch.tensor(marks), 0].sigmoid().tolist()
             scores = {f"step {n}": chance for n, chance in enumerate(chances, 1)}
         else:
-            scores = _named(config, outputs[-1], classes)
+            scores = _outputs_by_name(config, outputs[-1], classes)
         found.append({"text": text, "scores": scores})
     return found
 
@@ -283,7 +283,9 @@ def _encode(
     return without_marks(stored).tolist(), loss_mask_of(stored).tolist()
 
 
-def _named(config: RunConfig, outputs: torch.Tensor, classes: Sequence[str]) -> dict[str, float]:
+def _outputs_by_name(
+    config: RunConfig, outputs: torch.Tensor, classes: Sequence[str]
+) -> dict[str, float]:
     """Return the outputs for a text by name, (outputs,)."""
     section = config.objective
     if not isinstance(section, ClassifyConfig):
