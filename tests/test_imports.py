@@ -166,7 +166,7 @@ def test_help_loads_nothing_heavy() -> None:
 LATE = (
     "rich",
     "plotext",
-    "trainctl.cli.complete",
+    "trainctl.cli.arguments",
     "trainctl.cli.curves_view",
     "trainctl.data",
     "trainctl.train",

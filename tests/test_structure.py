@@ -28,7 +28,7 @@ SEAMS = {
 NAMING_FUNCTIONS = {
     "trainctl.options.*": "specs of options: what they name needs torch, or starts processes",
     "trainctl.examples.*": "examples of such options",
-    "trainctl.cli.commands": "the table of commands, each of which is imported when it is invoked",
+    "trainctl.cli.main": "the table of commands, each of which is imported when it is invoked",
     "trainctl.launchers.export": "formats of exports, which are made in a process with torch",
 }
 """Modules that may name functions as `module:function`."""

@@ -32,7 +32,6 @@ OWN = {
     "migration/checkpoints/megatron.py": {
         "directory / (f'iter_{int(name):07d}' if name.isdigit() else name)"
     },
-    "migration/checkpoints/to_trainer.py": {"folder / OPTIMIZERS[0]", "folder / file.name"},
     "migration/checkpoints/to_universal.py": {
         "directory / read_pointer(pointer)",
         "folder / 'zero' / parameter",  # for a message
@@ -42,7 +41,11 @@ OWN = {
         "parent / f'{WEIGHTS}.pt'",
         "target / f'{file}.pt'",
     },
-    "migration/checkpoints/trainer.py": {"path / name"},  # constants, or `safe_name`
+    "migration/checkpoints/trainer.py": {
+        "folder / OPTIMIZERS[0]",
+        "folder / file.name",
+        "path / name",  # constants, or `safe_name`
+    },
     "migration/checkpoints/write.py": {"folder / file"},  # `imported-` and a number
     "mirror/fetch.py": {
         "root.with_name(root.name + FETCHING)",

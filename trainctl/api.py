@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainctl.migration.configs.result import ImportResult
     from trainctl.rules.resolve import CheckedFile
     from trainctl.runs.listing import RunStatus
-    from trainctl.runs.records import EventFollower
+    from trainctl.runs.records import EventFollower, OnEvent, Progress
     from trainctl.tuning.search import FoundPlan, Search
     from trainctl.tuning.suggest import Suggestion
     from trainctl.tuning.value_explanation import Explanation
@@ -763,11 +763,6 @@ def list_recipes(config_dir: Place | None = None) -> list[dict[str, Any]]:
 # Runs
 
 Event = dict[str, Any]
-Progress = Callable[[Event], None]
-"""Called with each record of a run: a step, an evaluation, a save, a failure (docs/records.md)."""
-
-WorkProgress = Callable[[str, int, int], None]
-"""Called with the name of a piece of work, the units of it that are done, and their total."""
 
 _POLL_SECONDS = 0.2
 
@@ -781,7 +776,7 @@ def launch(
     resume: bool = False,
     force: bool = False,
     wait: bool = True,
-    progress: Progress | Observer | None = None,
+    progress: OnEvent | Observer | None = None,
     config_dir: Place | None = None,
     script_arguments: list[str] | None = None,
     argv: Sequence[str] | None = None,
@@ -863,7 +858,7 @@ def resume(
     prove_first: bool = False,
     force: bool = False,
     wait: bool = True,
-    progress: Progress | Observer | None = None,
+    progress: OnEvent | Observer | None = None,
     config_dir: Place | None = None,
     script_arguments: list[str] | None = None,
     run_dir: Place | None = None,
@@ -935,7 +930,7 @@ def import_checkpoint(
     *overrides: str,
     format: str | None = None,
     hardware: str | None = None,
-    progress: WorkProgress | None = None,
+    progress: Progress | None = None,
     config_dir: Place | None = None,
     argv: Sequence[str] | None = None,
 ) -> dict[str, Any]:
@@ -1031,7 +1026,7 @@ def prove_migration(
     steps: int = 2,
     hardware: str | None = None,
     say: Callable[[str], None] | None = None,
-    progress: WorkProgress | None = None,
+    progress: Progress | None = None,
     config_dir: Place | None = None,
 ) -> MigrationProof:
     """Prove that a configuration continues another trainer's run: make steps again that it logged.
@@ -1183,7 +1178,7 @@ def fetch(
     *,
     step: int | None = None,
     trust_code: bool = False,
-    progress: WorkProgress | None = None,
+    progress: Progress | None = None,
 ) -> Run:
     """Make a run directory from a mirror (`checkpoint.mirror`), with one checkpoint, to resume it.
 
@@ -1221,7 +1216,7 @@ def opened_run(
     best: bool = False,
     trust_code: bool = False,
     weights: bool = True,
-    progress: WorkProgress | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Run]:
     """Give the run in a directory; of a mirror's URL, a copy with one checkpoint, which is removed.
 
@@ -1259,7 +1254,7 @@ def list_checkpoints(run: Place) -> list[dict[str, Any]]:
 
 
 def verify_checkpoints(
-    run: Place, *, step: int | None = None, progress: WorkProgress | None = None
+    run: Place, *, step: int | None = None, progress: Progress | None = None
 ) -> list[dict[str, Any]]:
     """Read every byte of the checkpoints of a directory or a mirror.
 
@@ -1580,7 +1575,7 @@ class Run:
         return Checkpoint(self, int(saved["step"]), path=self.path / saved["path"])
 
     def remove_checkpoints(
-        self, *steps: int, force: bool = False, progress: WorkProgress | None = None
+        self, *steps: int, force: bool = False, progress: Progress | None = None
     ) -> list[Path]:
         """Remove checkpoints of a run that is not training, those of the weights alone as well.
 
@@ -1694,7 +1689,7 @@ class Checkpoint:
             return False
         return True
 
-    def verify(self, progress: WorkProgress | None = None) -> list[str]:
+    def verify(self, progress: Progress | None = None) -> list[str]:
         """Read every byte, and return the problems: empty if it is intact."""
         from trainctl.runs.checkpoint_selection import verify_checkpoint
 
@@ -1712,7 +1707,7 @@ class Checkpoint:
         check: bool = False,
         card: bool = False,
         public: bool = False,
-        progress: WorkProgress | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Write a directory that transformers loads, or another format, or upload one to the hub.
 
@@ -1759,7 +1754,7 @@ class Checkpoint:
         samples: int | None = None,
         weights: str = "raw",
         device: str = "auto",
-        progress: WorkProgress | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Return the held-out loss, in nats a token, with its parts, as `evaluate --json` does.
 
@@ -1779,7 +1774,7 @@ class Checkpoint:
         *names: str,
         weights: str = "raw",
         device: str = "auto",
-        progress: WorkProgress | None = None,
+        progress: Progress | None = None,
         include: Place | None = None,
         shots: int | None = None,
         samples: int | None = None,
@@ -1828,7 +1823,7 @@ class Checkpoint:
         system: str | None = None,
         weights: str = "raw",
         device: str = "auto",
-        progress: WorkProgress | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Continue a text, or answer a message; the result's `text` has it.
 
@@ -1856,7 +1851,7 @@ class Checkpoint:
         chat: bool | None = None,
         weights: str = "raw",
         device: str = "auto",
-        progress: WorkProgress | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Return what a reward model or a classifier says of texts: `scored`, a list with the
         `text` and its `scores` by name.
@@ -1874,7 +1869,7 @@ class Checkpoint:
         options = {"prompt": text, "answers": answers, "chat": chat}
         return run_task("score", self._choice(weights, device, progress), options)
 
-    def _choice(self, weights: str, device: str, progress: WorkProgress | None) -> WeightsChoice:
+    def _choice(self, weights: str, device: str, progress: Progress | None) -> WeightsChoice:
         from trainctl.launchers.offline import WeightsChoice
 
         _require_one_of("weights", weights, ("raw", "ema"))
@@ -1942,7 +1937,7 @@ def load(
         TrainctlError: There is no such checkpoint, or it is damaged (exit code 5).
     """
     from trainctl.runs.files import temporary_folder
-    from trainctl.train.export.loading import load_export, load_run_export
+    from trainctl.train.export.output import load_export, load_run_export
 
     _require_one_of("dtype", dtype, _DTYPES)
     if isinstance(run, str) and _is_url(run):
@@ -2030,7 +2025,7 @@ def add_tokens(
     out: Place,
     *tokens: str,
     multiple_of: int = 1,
-    progress: WorkProgress | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write a transformers directory again with more special tokens.
 

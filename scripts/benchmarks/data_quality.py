@@ -25,17 +25,15 @@ from pathlib import Path
 import numpy as np
 
 from trainctl.config.registry import function_of, list_kinds, load_spec
-from trainctl.data.permutation import splitmix64
 from trainctl.data.quality import measurement
 from trainctl.data.quality.batches import DocumentBatch, Entry, batches
 from trainctl.data.quality.columns import MeasuredCorpus, PartToMeasure
-from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import find_identical_texts, shared_passages
 from trainctl.data.quality.measurement import WantedColumns, anchors, measure_part, text_hashes
-from trainctl.data.quality.near_duplicates import near_pairs
-from trainctl.data.quality.selection import Contamination, Rules
+from trainctl.data.quality.near_duplicates import find_identical_texts, near_pairs, shared_passages
+from trainctl.data.quality.selection import Contamination, Rules, write_held_out
 from trainctl.data.quality.shuffle import search_in
+from trainctl.data.source_sampler import splitmix64
 
 PARTS = 4
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainctl.cli.complete import complete_key, complete_overrides
+from trainctl.cli.arguments import complete_key, complete_overrides
 from trainctl.config.catalog import search_folders
 from trainctl.config.keys import leaves
 from trainctl.config.overrides import read_overrides
@@ -102,7 +102,7 @@ def test_every_key_is_offered_and_every_override_is_legal() -> None:
 
 def test_completion_loads_neither_hydra_nor_torch() -> None:
     script = (
-        "import sys; from trainctl.cli.complete import complete_overrides as c; c('optimizer');"
+        "import sys; from trainctl.cli.arguments import complete_overrides as c; c('optimizer');"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

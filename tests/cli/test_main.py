@@ -14,8 +14,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from trainctl import __version__
-from trainctl.cli.commands import COMMANDS, import_command
-from trainctl.cli.main import run
+from trainctl.cli.main import COMMANDS, import_command, run
 from trainctl.config.schema import RunConfig
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.runs.directory import create_run

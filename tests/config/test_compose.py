@@ -276,6 +276,14 @@ def test_a_variant_of_another_trainer_names_option_and_keys(name: str, settings:
     assert section.kind == chosen.partition("=")[2]
 
 
+def test_a_launcher_that_went_names_the_page() -> None:
+    (problem,) = problems("launcher=skypilot")
+    page, _, anchor = re.search(r"docs/([\w.]+)(#)(\w+)", problem.hint).groups()
+    text = (shipped_root() / "docs" / page).read_text(encoding="utf-8")
+    section = text.partition("## SkyPilot\n")[2].partition("\n## ")[0]
+    assert (problem.rule, anchor) == ("TC108", "skypilot") and "trainctl launch" in section
+
+
 def test_hosts_with_several_devices_are_chosen_as_the_page_and_the_message_say() -> None:
     chosen = "node1@node2:0,2"
     page = (shipped_root() / "docs" / "multi-node.md").read_text(encoding="utf-8")

@@ -17,8 +17,8 @@ from trainctl.config.schema import Dedup
 from trainctl.data import document_selection, tasks
 from trainctl.data.corpus import CorpusBuilder, build_corpus
 from trainctl.data.corpus_record import Corpus
-from trainctl.data.dropped_documents import examples_of
 from trainctl.data.quality import measurement
+from trainctl.data.text_search import examples_of
 from trainctl.data.tokenizer import ByteTokenizer
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.plans.mixture import SINGLE_SOURCE

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainctl.data.infilling import Infilling
-from trainctl.data.permutation import splitmix64
+from trainctl.data.source_sampler import splitmix64
 
 PREFIX, MIDDLE, SUFFIX, END = range(1_000_000, 1_000_004)
 ALL = Infilling(splitmix64(np.uint64(7)), 1.0, 0.5, PREFIX, MIDDLE, SUFFIX, END)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainctl.data.permutation import derive_key, permute, unpermute
+from trainctl.data.source_sampler import derive_key, permute, unpermute
 
 keys = st.integers(0, 2**64 - 1)
 

@@ -8,8 +8,8 @@ from chat_files import UNMARKED, asked, write_tokenizer
 
 from trainctl.cli.main import run
 from trainctl.config.compose import compose
-from trainctl.data.template_check import check_templates
 from trainctl.errors import ExitCode, Severity
+from trainctl.launchers.config_checks import check_templates
 
 CALL = {"function": {"name": "f", "arguments": "{}"}}
 CALLING = [

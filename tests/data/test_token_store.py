@@ -21,7 +21,7 @@ from trainctl.data import task_workers, tasks
 from trainctl.data.cache_files import cache_folder, ignore_message, lock_folder
 from trainctl.data.corpus import Corpus, CorpusBuilder, build_corpus
 from trainctl.data.corpus_writer import tokenize_chunks, write_corpus
-from trainctl.data.executors.local import LocalExecutor
+from trainctl.data.executors import LocalExecutor
 from trainctl.data.store import TokenStore
 from trainctl.data.task_workers import run_tasks
 from trainctl.data.tasks import Claims, PreparationProgress, format_duration

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from commands import TINY, finish, start, trainctl
 
-from trainctl.cli.commands import COMMANDS
-from trainctl.data.executors.local import LocalExecutor
+from trainctl.cli.main import COMMANDS
+from trainctl.data.executors import LocalExecutor
 from trainctl.data.quality.columns import PartToMeasure
 from trainctl.data.quality.measurement import WantedColumns, measure_all
 

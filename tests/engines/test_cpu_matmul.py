@@ -8,7 +8,7 @@ import sys
 
 _PROBE = """
 import torch
-from trainctl.engines import cpu_matmul
+from trainctl.engines import process
 
 
 PRODUCTS = {
@@ -52,7 +52,7 @@ before = {
     for format in AS_THEY_WERE
     if format != "int64" or name in ("mm", "transposed", "empty")
 }
-cpu_matmul.widen_format(torch.bfloat16)
+process.widen_format(torch.bfloat16)
 for (name, format), expected in before.items():
     found = made(PRODUCTS[name], format)
     assert torch.equal(found, expected) and found.dtype is expected.dtype, (name, format)

@@ -23,7 +23,7 @@ from trainctl.config.registry import new_section
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.errors import ExitCode, Finding, Severity
 from trainctl.hardware import builds, detect, devices, host_checks, packages, storage
-from trainctl.hardware.facts import Hardware
+from trainctl.hardware.detect import Hardware
 from trainctl.launchers.planning import compose_config
 from trainctl.options import logger
 

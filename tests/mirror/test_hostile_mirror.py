@@ -23,6 +23,7 @@ from trainctl.mirror import fetch as fetch_module
 from trainctl.mirror.fetch import fetch_run
 from trainctl.mirror.index import (
     FileSet,
+    Store,
     decode_index,
     index_key,
     newest_index,
@@ -30,7 +31,6 @@ from trainctl.mirror.index import (
     read_files,
 )
 from trainctl.mirror.index import read_part as part
-from trainctl.mirror.store import Store
 from trainctl.mirror.uploader import Uploader
 from trainctl.runs.manifest import digest
 

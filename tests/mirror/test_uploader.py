@@ -26,8 +26,7 @@ from trainctl.errors import ExitCode, TrainctlError
 from trainctl.mirror import index as index_module
 from trainctl.mirror import uploader as uploader_module
 from trainctl.mirror.fetch import FETCHING, Mirror, fetch_run, fetched_checkpoint, owner_finding
-from trainctl.mirror.index import index_key, newest_index
-from trainctl.mirror.store import Store
+from trainctl.mirror.index import Store, index_key, newest_index
 from trainctl.mirror.uploader import Uploader
 from trainctl.monitor.loggers.alerts import ALERTS, Alerter
 from trainctl.runs import mirror_state

@@ -9,7 +9,7 @@ from plan_cases import config_with, cpus
 
 from trainctl.config.registry import list_kinds
 from trainctl.monitor.plan_text import plan_lines
-from trainctl.plans.optimizers import group_of, parameter_groups
+from trainctl.plans.optimizers import group_of, group_rate, parameter_groups
 from trainctl.plans.shapes import all_tensors, count_parameters
 from trainctl.rules.resolve import resolve
 
@@ -68,8 +68,8 @@ def test_muon_updates_the_matrices_of_the_blocks_and_nothing_else():
     muon, *others = parameter_groups(config)
     assert muon.uses_muon and not any(group.uses_muon for group in others)
     assert all(".layers." in name and "norm" not in name for name in muon.parameters)
-    assert muon.peak_lr(config) == 0.02
-    assert {group.peak_lr(config) for group in others} == {config.optimizer.lr}
+    assert group_rate(muon, config, 1.0) == 0.02
+    assert {group_rate(group, config, 1.0) for group in others} == {config.optimizer.lr}
 
 
 def test_a_limit_of_the_norm_makes_a_group_of_its_own():

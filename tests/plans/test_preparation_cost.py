@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from trainctl.cli.main import run
-from trainctl.data.permutation import splitmix64
 from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.shuffle import search_in, shuffle
+from trainctl.data.source_sampler import splitmix64
 from trainctl.errors import ExitCode
 from trainctl.plans.preparation import (
     ROW_BYTES,

@@ -15,8 +15,9 @@ from trainctl.cli.main import run
 from trainctl.config.compose import compose
 from trainctl.data import tasks
 from trainctl.data.corpora import build_corpora
-from trainctl.data.tasks import Progress, ignore_progress
+from trainctl.data.tasks import OnPreparation
 from trainctl.data.tokenizer import ByteTokenizer
+from trainctl.runs.records import ignore_progress
 
 DOCUMENTS = 1500
 
@@ -45,7 +46,7 @@ def prepare(
     cache: Path,
     *overrides: str,
     workers: int | None = None,
-    progress: Progress = ignore_progress,
+    progress: OnPreparation = ignore_progress,
 ) -> dict[str, bytes]:
     """Prepare the corpus in about 20 tasks, and return the files of the cache."""
     monkeypatch.setattr(tasks, "TASK_BYTES", 50_000)

@@ -18,7 +18,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.migration.checkpoints import to_universal
 from trainctl.migration.checkpoints.source import open_source
 from trainctl.migration.checkpoints.to_torch import export_dcp
-from trainctl.migration.checkpoints.to_trainer import export_trainer
+from trainctl.migration.checkpoints.trainer import export_trainer
 from trainctl.migration.checkpoints.write import import_source
 from trainctl.plans.types import RunPlan
 from trainctl.runs.layout import RunPaths

@@ -21,7 +21,7 @@ from ranks import train_case
 from trainctl.engines.process import Process
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import read_events
-from trainctl.train.rollouts.kept import AnswerWriter, read_answers, step_of
+from trainctl.train.rollouts import AnswerWriter, read_answers, step_of
 from trainctl.train.step import Stepper
 
 PHASES = ("rollout", "reward", "update")

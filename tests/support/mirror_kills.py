@@ -28,8 +28,7 @@ from supervised import Launch, Launches, carriers
 from trainctl.config.schema import CheckpointConfig
 from trainctl.launchers.processes import send_rest
 from trainctl.mirror.fetch import Mirror, fetch_run
-from trainctl.mirror.index import index_keys
-from trainctl.mirror.store import Store
+from trainctl.mirror.index import Store, index_keys
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import list_checkpoints
 from trainctl.runs.layout import RunPaths

@@ -10,8 +10,7 @@ from made_runs import new_run, step
 from small_checkpoints import save
 
 from trainctl.mirror.fetch import Mirror
-from trainctl.mirror.index import newest_index, part_keys, parts_of, read_files
-from trainctl.mirror.store import Store
+from trainctl.mirror.index import Store, newest_index, part_keys, parts_of, read_files
 from trainctl.mirror.uploader import Uploader
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.records import EventWriter

@@ -18,9 +18,8 @@ from deepspeed.utils import groups
 from rank_processes import Case
 
 from trainctl.config.schema import OffloadDevice
-from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.patch_checks import apply_patches
-from trainctl.engines.process import Process, stop_process
+from trainctl.engines.process import Process, stop_process, use_fp32_cpu_products
 from trainctl.engines.protocol import engine_backend
 from trainctl.plans.types import Batch
 from trainctl.runs.records import EventWriter

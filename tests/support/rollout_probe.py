@@ -12,10 +12,9 @@ from rank_processes import Case
 from torch.profiler import ProfilerActivity, profile
 
 from trainctl.engines.process import Process
-from trainctl.train.rollouts import Completion, RolloutRow
+from trainctl.train.rollouts import Completion, RolloutRow, Sampler
 from trainctl.train.rollouts import generate as generation
 from trainctl.train.rollouts.generate import Generation, SlotCache, Window, generate
-from trainctl.train.rollouts.sampling import Sampler
 from trainctl.train.session import Session, assemble
 
 ENDS = range(12)

@@ -29,7 +29,7 @@ from trainctl.runs.records import read_events
 from trainctl.train.data import TrainingData, held_out_data
 from trainctl.train.export.check import check_directory
 from trainctl.train.export.directory import export
-from trainctl.train.export.loading import load_export
+from trainctl.train.export.output import load_export
 from trainctl.train.models.model import materialise, skeleton
 from trainctl.train.models.weights import SeedWeights, parameter_initializers
 from trainctl.train.objectives.loss import chunked_cross_entropy, own_head, summed_cross_entropy

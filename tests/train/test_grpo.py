@@ -24,7 +24,7 @@ from trainctl.runs.rollouts import read_rollouts, rollout_steps
 from trainctl.train.models.model import skeleton
 from trainctl.train.objectives.base import ObjectiveLoss
 from trainctl.train.objectives.grpo import advantages_of, divisors_of
-from trainctl.train.rollouts.kept import AnswerWriter, drop_phases, folder_name, read_answers
+from trainctl.train.rollouts import AnswerWriter, drop_phases, folder_name, read_answers
 
 ANSWERS, LENGTH, LONGEST = 6, 9, 12
 ADAPTER = {"adapter__kind": "lora", "adapter__rank": 4, "objective__kl_weight": 0.1}

@@ -23,7 +23,7 @@ from trainctl.plans.optimizers import parameter_groups
 from trainctl.plans.shapes import count_parameters
 from trainctl.runs.layout import RunPaths
 from trainctl.train.export.directory import export
-from trainctl.train.export.loading import NOT_LOADED
+from trainctl.train.export.output import NOT_LOADED
 from trainctl.train.models.anatomy import anatomy
 from trainctl.train.models.loaded import load
 from trainctl.train.models.model import blocks, materialise, skeleton

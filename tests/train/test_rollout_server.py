@@ -12,10 +12,9 @@ import pytest
 from completion_server import CompletionServer, completion_server
 
 from trainctl.errors import ExitCode, TrainctlError
-from trainctl.train.rollouts import Completion, RolloutRow
+from trainctl.train.rollouts import Completion, RolloutRow, Sampler
 from trainctl.train.rollouts import server as client
 from trainctl.train.rollouts.generate import Generation
-from trainctl.train.rollouts.sampling import Sampler
 from trainctl.train.rollouts.server import RolloutServer
 
 ROWS = [RolloutRow((1, 2), number, sample) for number in range(3) for sample in range(2)]

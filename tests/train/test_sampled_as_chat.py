@@ -17,7 +17,7 @@ from trainctl.data.corpora import load_recorded_corpora
 from trainctl.data.prepare import prepare
 from trainctl.data.tokenizer import load_tokenizer
 from trainctl.runs.layout import RunPaths
-from trainctl.train import offline, scoring
+from trainctl.train import offline, tasks
 from trainctl.train.evaluation import prompts_of
 
 QUESTION, ANSWER = asked(("say 3", "3 it is"))
@@ -85,7 +85,7 @@ def test_scores_are_of_messages_and_the_record_of_a_run_is_enough(tmp_path, monk
     model = SimpleNamespace(inference=nullcontext, device=SimpleNamespace(type="cpu"))
     given = SimpleNamespace(plan=plan, run=run, load=lambda: model, progress=None)
     seen: list[bool] = []
-    monkeypatch.setattr(scoring, "scores_of", lambda *_, chat, **__: seen.append(chat) or [])
+    monkeypatch.setattr(tasks, "scores_of", lambda *_, chat, **__: seen.append(chat) or [])
     for asked_for in (None, True, False):
         offline._score(given, "say 3", ["3 it is"], chat=asked_for)
     assert seen == [is_chat, True, False]

@@ -10,7 +10,7 @@ import torch
 
 from trainctl.options.objective import LOGITS
 from trainctl.train.objectives.loss import output_of
-from trainctl.train.rollouts.sampling import Sampler
+from trainctl.train.rollouts import Sampler
 
 
 def test_a_random_number_depends_on_seed_prompt_sample_and_position_alone() -> None:

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trainctl import api
-from trainctl.cli.arguments import AttemptOption, ConfigDir, Json, TargetAndOverrides
-from trainctl.cli.complete import complete_key
+from trainctl.cli.arguments import AttemptOption, ConfigDir, Json, TargetAndOverrides, complete_key
 from trainctl.cli.console import print_data, print_json, print_message, print_table, show_findings
 from trainctl.config.codec import to_plain
 from trainctl.config.json_schema import option_schema, recipe_schema, write_schemas

@@ -37,9 +37,8 @@ from trainctl.runs.layout import RunPaths
 from trainctl.runs.rollouts import read_rollouts, reward_texts, rollout_steps
 
 if TYPE_CHECKING:
-    from trainctl.data.dropped_documents import DroppedDocument
     from trainctl.data.sample_contents import ChatStretch, Passage, Sample
-    from trainctl.data.text_search import Match
+    from trainctl.data.text_search import DroppedDocument, Match
 
 SHOWN_STEPS = 4
 """Steps that are listed for a document."""
@@ -238,7 +237,7 @@ def _source_text(passage: Passage) -> str:
 
 
 def _show_dropped(config: RunConfig, *, as_json: bool) -> None:
-    from trainctl.data.dropped_documents import dropped_by_source, examples_of, without_examples
+    from trainctl.data.text_search import dropped_by_source, examples_of, without_examples
 
     found = list(dropped_by_source(config))
     if as_json:

@@ -121,7 +121,7 @@ def _print_prepared(config: RunConfig, prepared: PreparedText) -> None:
 
 
 def _prepared_json(config: RunConfig, prepared: PreparedText) -> dict[str, Any]:
-    from trainctl.data.dropped_documents import without_examples
+    from trainctl.data.text_search import without_examples
 
     found = {name: _corpus_json(corpus) for name, corpus in prepared.corpora.items()}
     sources: dict[str, Any] = {"sources": found}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +22,6 @@ from trainctl.cli.arguments import (
     TargetAndOverrides,
     Verbose,
 )
-from trainctl.cli.commands import script_arguments
 from trainctl.cli.console import (
     Meter,
     findings_to_json,
@@ -35,6 +34,7 @@ from trainctl.cli.console import (
     show_findings,
     tolerate_broken_pipe,
 )
+from trainctl.cli.main import script_arguments
 from trainctl.cli.plan_view import (
     show_brief_budget,
     show_budget,
@@ -65,7 +65,7 @@ from trainctl.runs.event_descriptions import (
 )
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import ResumePoint
-from trainctl.runs.records import Event, read_events
+from trainctl.runs.records import OnEvent, read_events
 from trainctl.runs.status import State
 
 FetchedRunDir = Annotated[
@@ -306,7 +306,7 @@ class LaunchView(Observer):
 
     def records(
         self, run: RunPaths, attempt: AttemptPaths, plan: RunPlan
-    ) -> AbstractContextManager[Callable[[Event], None]]:
+    ) -> AbstractContextManager[OnEvent]:
         if not plan.config.trains_itself and not self._as_json:
             return LiveFollower(run)
         return Progress(

@@ -134,16 +134,16 @@ def _evaluation(event: Event) -> list[str]:
     if "ema_loss" in event:
         line += f", of the average {number(event['ema_loss']):.4f}"
     if "sources" in event:
-        line += f", of {_named(event['sources'])}"
+        line += f", of {_values_text(event['sources'])}"
     entropy = event.get("unigram_entropy")
     if entropy is not None:
         line += f" (tokens' unigram entropy {entropy:.4f})"
     if event.get("objective"):
-        line += f" ({_named(event['objective'])})"
+        line += f" ({_values_text(event['objective'])})"
     return [line]
 
 
-def _named(values: Mapping[str, Any]) -> str:
+def _values_text(values: Mapping[str, Any]) -> str:
     return to_printable(", ".join(f"{name} {number(value):.4f}" for name, value in values.items()))
 
 

@@ -169,11 +169,11 @@ def watch(
     tolerate_broken_pipe()
     with server, _stopped_by_signals(server):
         print_data(server.url)
-        _explain(server)
+        _show_who_reaches_it(server)
         server.serve_forever(poll_interval=0.2)
 
 
-def _explain(server: PageServer) -> None:
+def _show_who_reaches_it(server: PageServer) -> None:
     address, port = server.server_address[:2]
     if ip_address(str(address)).is_loopback:
         print_message(

@@ -77,6 +77,9 @@ VARIANTS = {
         "rloo": "objective=grpo objective.advantage=leave_one_out objective.normalize_by=length",
         "rm": "objective=reward",
     },
+    "launcher": {
+        "skypilot": "a managed job that runs trainctl launch (docs/schedulers.md#skypilot)"
+    },
     "logger": {"csv": "what every run has: its steps are the tables RUN/steps/attempt-N.csv"},
 }
 """Options of other trainers that are settings of an option here, and options of earlier versions,

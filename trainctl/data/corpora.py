@@ -23,7 +23,7 @@ from trainctl.data.corpus import CorpusBuilder, build_users_corpus, can_tokenize
 from trainctl.data.corpus_record import FILES, Corpus
 from trainctl.data.executors import executor_of
 from trainctl.data.streaming.corpora import open_remote_corpora
-from trainctl.data.tasks import PreparationProgress, Progress, ignore_progress
+from trainctl.data.tasks import OnPreparation, PreparationProgress
 from trainctl.data.tokenizer import Encoder, Tokenizer, encoder_of
 from trainctl.errors import RunStateError, TrainctlError
 from trainctl.plans.mixture import SINGLE_SOURCE, sources_of
@@ -31,6 +31,7 @@ from trainctl.readers.check import with_source_keys
 from trainctl.readers.files import split_files
 from trainctl.readers.remote import Notify
 from trainctl.runs.files import write_json
+from trainctl.runs.records import ignore_progress
 
 _AT_ONCE = 1 << 20
 """Tokens of both corpora that are compared at once."""
@@ -129,7 +130,7 @@ _NO_TEXT = "see what is in the files, and that the text is where data looks for 
 class _TotalProgress:
     """Progress callback over several sources: adds the documents of finished sources."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: OnPreparation) -> None:
         self._progress, self._before, self._last = progress, 0, 0
 
     def start_source(self) -> None:
@@ -143,7 +144,7 @@ class _TotalProgress:
 
 
 def _corpus_builders(
-    config: RunConfig, tokenizer: Tokenizer, progress: Progress = ignore_progress, **rest: Any
+    config: RunConfig, tokenizer: Tokenizer, progress: OnPreparation = ignore_progress, **rest: Any
 ) -> Iterator[tuple[str, CorpusBuilder]]:
     """Yield a builder for each source; `rest` are further fields of it."""
     total = _TotalProgress(progress)
@@ -166,7 +167,7 @@ def _corpus_builders(
 def build_corpora(
     config: RunConfig,
     tokenizer: Tokenizer,
-    progress: Progress = ignore_progress,
+    progress: OnPreparation = ignore_progress,
     notify: Notify = ignore_message,
     *,
     users_folder: Path | None = None,
@@ -225,7 +226,7 @@ def tokenize_shares(
     config: RunConfig,
     tokenizer: Tokenizer,
     share: tuple[int, int],
-    progress: Progress = ignore_progress,
+    progress: OnPreparation = ignore_progress,
     *,
     workers: int | None = None,
 ) -> int:

@@ -37,13 +37,12 @@ from trainctl.data.document_selection import (
     select_training_documents,
     selection_digest,
 )
-from trainctl.data.executors import Executor
-from trainctl.data.executors.local import INLINE, LOCAL, LocalExecutor
+from trainctl.data.executors import INLINE, LOCAL, Executor, LocalExecutor
 from trainctl.data.pretokenized_corpus import chunks_in_place
 from trainctl.data.store import DamagedPart, TokenStore, files_in_order
 from trainctl.data.targets import KeptRecords, TargetLayout
 from trainctl.data.task_workers import run_tasks
-from trainctl.data.tasks import Progress, Task, ignore_progress
+from trainctl.data.tasks import OnPreparation, Task
 from trainctl.data.tokenizer import Tokenizer, encoder_of, stores_loss_mask
 from trainctl.data.user_functions import in_words, load_user_function, make_importable
 from trainctl.errors import ExitCode, MachineError, TrainctlError
@@ -58,6 +57,7 @@ from trainctl.readers.documents import (
 )
 from trainctl.readers.files import TextFiles, digest_of, split_files
 from trainctl.readers.remote import File, Notify, version_of
+from trainctl.runs.records import ignore_progress
 
 __all__ = ["Corpus", "Split", "build_corpus", "build_users_corpus"]
 
@@ -81,7 +81,7 @@ class CorpusBuilder:
     run_data: DataConfig
     """The run's `data` section; `config` itself if that is the only source."""
     name: str = SINGLE_SOURCE
-    progress: Progress = ignore_progress
+    progress: OnPreparation = ignore_progress
     notify: Notify = ignore_message
     """Called for each problem of the cache."""
     tokenizer_section: TokenizerConfig | None = None
@@ -290,7 +290,7 @@ def build_users_corpus(
     config: DataConfig,
     tokenizer: Tokenizer,
     folder: Path,
-    progress: Progress = ignore_progress,
+    progress: OnPreparation = ignore_progress,
     notify: Notify = ignore_message,
 ) -> Corpus:
     """Return the corpus of a config with `data.factory`, in a folder of the run.

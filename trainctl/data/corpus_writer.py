@@ -29,13 +29,14 @@ from trainctl.data.corpus_record import (
 )
 from trainctl.data.store import StorePart, TokenStore, files_in_order, shift_line_number
 from trainctl.data.targets import NO_TARGETS, TARGET, TargetLayout
-from trainctl.data.tasks import PreparationProgress, Progress, Task, ignore_progress
+from trainctl.data.tasks import OnPreparation, PreparationProgress, Task
 from trainctl.data.token_arrays import Span, digest_of_spans, marked_vocab_size, without_marks
 from trainctl.data.tokenizer import Encoder, Tokenizer, dtype_for, encode_documents
 from trainctl.readers.documents import EXAMPLES, BadText, held_out_places, held_out_threshold
 from trainctl.readers.files import TextFiles
 from trainctl.readers.remote import File
 from trainctl.runs.files import sync_directory, write_json
+from trainctl.runs.records import ignore_progress
 
 
 def write_corpus(
@@ -61,7 +62,6 @@ def write_corpus(
         files: The files that the chunks number; empty if chunks have no file numbers.
         facts: Other files of the folder, by name, as plain JSON.
         is_marked: Whether ids carry loss marks (`data.token_arrays`).
-        targets: Layout of the chunks' targets.
         keeps_records: Whether chunks have a line of JSON for each document.
 
     Raises:
@@ -99,7 +99,7 @@ def write_corpus(
 
 
 def tokenize_chunks(
-    texts: Iterable[tuple[str, str]], tokenizer: Encoder, progress: Progress = ignore_progress
+    texts: Iterable[tuple[str, str]], tokenizer: Encoder, progress: OnPreparation = ignore_progress
 ) -> Iterator[Chunk]:
     """Tokenize texts in this process and yield each as a chunk of its own.
 

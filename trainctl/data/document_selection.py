@@ -22,14 +22,13 @@ from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
 from trainctl.config.schema import DataConfig, Dedup
 from trainctl.data.corpus_writer import held_out_masks
-from trainctl.data.executors import Executor
-from trainctl.data.executors.local import INLINE
+from trainctl.data.executors import INLINE, Executor
 from trainctl.data.quality.batches import Bool, Entry
 from trainctl.data.quality.columns import PartToMeasure
 from trainctl.data.quality.decide import select_documents
 from trainctl.data.quality.selection import Contamination, Rules, Selection
 from trainctl.data.store import TokenStore, read_documents
-from trainctl.data.tasks import PreparationMeter, Progress, Task, ignore_progress
+from trainctl.data.tasks import OnPreparation, PreparationMeter, Task
 from trainctl.errors import TrainctlError
 from trainctl.options.data import document_identity, read_section
 from trainctl.readers.documents import Reader, held_out_choice
@@ -43,6 +42,7 @@ from trainctl.readers.quality import (
     threshold_of,
 )
 from trainctl.readers.remote import version_of
+from trainctl.runs.records import ignore_progress
 
 DROPPED = "dropped.json"
 """File of a corpus with the counts and reasons of dropped documents; only if there are
@@ -127,7 +127,7 @@ def select_training_documents(
     folder: Path,
     *,
     executor: Executor = INLINE,
-    show: Progress = ignore_progress,
+    show: OnPreparation = ignore_progress,
 ) -> KeptDocuments:
     """Apply the rules to all sources and return the documents that stay.
 

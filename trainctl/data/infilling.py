@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainctl.config.schema import RunConfig
-from trainctl.data.permutation import Words, derive_key, splitmix64, unit_interval
+from trainctl.data.source_sampler import Words, derive_key, splitmix64, unit_interval
 from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer, begin_of_documents, load_tokenizer
 from trainctl.errors import TrainctlError

@@ -29,11 +29,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.permutation import Integers, derive_key, permute
 from trainctl.data.source_sampler import (
     SHARD_TOKENS,
     FixedLengthSegment,
+    Integers,
+    derive_key,
     epoch_and_index,
+    permute,
     source_key,
 )
 from trainctl.plans.mixture import samples_in

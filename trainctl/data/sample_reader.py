@@ -18,7 +18,7 @@ from trainctl.config.schema import RunConfig
 from trainctl.data.corpus import Corpus, Split
 from trainctl.data.infilling import Infilling
 from trainctl.data.packing import Bins
-from trainctl.data.permutation import Words, derive_key, splitmix64, unit_interval
+from trainctl.data.source_sampler import Words, derive_key, splitmix64, unit_interval
 from trainctl.data.targets import Prompt, PromptRecords
 from trainctl.data.tokenizer import begin_of_documents, load_tokenizer
 from trainctl.errors import TrainctlError
@@ -59,7 +59,6 @@ class TokenMasking:
             tokens: Ids, (samples, length).
             can_hide: Whether a token may be hidden, (samples, length).
             indices: Index of each sample in its split.
-            epochs: Epoch of each sample.
         """
         samples = derive_key(self.key, epochs, indices)[:, None]
         numbers = derive_key(samples, np.arange(tokens.shape[1])[None])

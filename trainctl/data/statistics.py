@@ -23,6 +23,7 @@ from trainctl.data.token_arrays import Tokens
 from trainctl.data.tokenizer import Tokenizer, load_tokenizer
 from trainctl.errors import TrainctlError
 from trainctl.plans.mixture import sources_of
+from trainctl.runs.records import OnUnits, ignore_progress
 
 PERCENTILES = (10, 50, 90, 99)
 SAMPLED = 256
@@ -32,8 +33,6 @@ MOST_SAMPLED = 4096
 
 Decode = Callable[[list[int]], str]
 Hashes = npt.NDArray[np.uint64]
-Progress = Callable[[int, int], None]
-"""Called with the number of tokens read, and with the total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class SourceStatistics:
 
 
 def corpus_statistics(
-    config: RunConfig, progress: Progress = lambda done, total: None
+    config: RunConfig, progress: OnUnits = ignore_progress
 ) -> dict[str, SourceStatistics]:
     """Compute statistics of each source's tokens, on the executor of a configuration.
 
@@ -115,7 +114,7 @@ _RANGE_TOKENS = 1 << 26
 
 
 def _hash_in_tasks(
-    sources: Mapping[str, SourceText], executor: Executor, folder: Path, progress: Progress
+    sources: Mapping[str, SourceText], executor: Executor, folder: Path, progress: OnUnits
 ) -> dict[str, Hashes]:
     files: dict[str, list[Path]] = {}
     tasks, sizes = [], {}

@@ -135,11 +135,7 @@ class TargetLayout:
         return rows
 
     def align(self, rows: Rows, layout: TargetLayout) -> Rows:
-        """Return rows of a part in this layout, (records, width).
-
-        Args:
-            layout: Layout of the rows.
-        """
+        """Return rows of a part in this layout, (records, width)."""
         found = np.full((len(rows), self.width), np.nan, dtype=TARGET)
         found[:, : layout.width] = rows
         if layout.classes:

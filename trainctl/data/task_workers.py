@@ -20,15 +20,15 @@ import numpy as np
 from trainctl.config.codec import from_plain, to_plain
 from trainctl.config.registry import function_of
 from trainctl.config.schema import TokenizerConfig
-from trainctl.data.executors import Executor, ExecutorTask, require_results
-from trainctl.data.executors.local import INLINE, LocalExecutor
+from trainctl.data.executors import INLINE, Executor, ExecutorTask, LocalExecutor, require_results
 from trainctl.data.store import DamagedPart, TokenStore
-from trainctl.data.tasks import PreparationMeter, Progress, Task, ignore_progress
+from trainctl.data.tasks import OnPreparation, PreparationMeter, Task
 from trainctl.data.tokenizer import dtype_for, encoder_of
 from trainctl.errors import MachineError, TrainctlError
 from trainctl.options.data import read_section
 from trainctl.readers.documents import Reader
 from trainctl.readers.stream import is_compressed
+from trainctl.runs.records import ignore_progress
 
 _POLL_SECONDS = 0.2
 
@@ -39,7 +39,7 @@ def run_tasks(
     *,
     executor: Executor = INLINE,
     section: TokenizerConfig | None = None,
-    show: Progress = ignore_progress,
+    show: OnPreparation = ignore_progress,
 ) -> None:
     """Have every task done; finished tasks are skipped.
 
@@ -62,7 +62,7 @@ def _run_open_tasks(
     tasks: Sequence[Task],
     executor: Executor,
     section: TokenizerConfig | None,
-    show: Progress,
+    show: OnPreparation,
 ) -> None:
     """Run tasks until all are done, here or by another process that has claimed them."""
     meter = PreparationMeter(sum(task.size for task in tasks), show)

@@ -280,11 +280,7 @@ class PreparationProgress:
         return f"{text}, {share:.0%}, {rate:,.1f} MB/s, {format_duration(left)} left"
 
 
-Progress = Callable[[PreparationProgress], None]
-
-
-def ignore_progress(progress: PreparationProgress) -> None:
-    """Ignore progress."""
+OnPreparation = Callable[[PreparationProgress], None]
 
 
 @dataclass(slots=True)
@@ -292,7 +288,7 @@ class PreparationMeter:
     """Counter of the work that one process has done."""
 
     whole: int
-    show: Progress
+    show: OnPreparation
     documents: int = 0
     size: int = 0
     doing: str = TOKENIZING

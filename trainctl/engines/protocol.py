@@ -308,7 +308,6 @@ class Engine(ABC):
         """Run forward and backward of each micro-batch of a step, and accumulate the gradients.
 
         Args:
-            batches: Micro-batches of this rank.
             num_labels: Number of labels (or records) in the global batch. The gradient is of the
                 summed loss divided by it, so every label (or record) has the same weight, on
                 whichever rank and in whichever micro-batch.

@@ -25,7 +25,7 @@ import psutil
 from trainctl.config.reading import local_path
 from trainctl.config.schema import Accelerator, CompileKind, OffloadDevice, RunConfig
 from trainctl.errors import Finding
-from trainctl.hardware.facts import Hardware, error_finding
+from trainctl.hardware.detect import Hardware, error_finding
 from trainctl.hardware.packages import packaged_text, torch_build
 from trainctl.hardware.storage import REMOTE, filesystem_type
 from trainctl.options.engine import engine_of

@@ -12,8 +12,15 @@ from trainctl.config.quantities import memory_text
 from trainctl.config.schema import Accelerator, RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
-from trainctl.hardware.detect import Device, all_devices, host_memory_limit, visible_devices
-from trainctl.hardware.facts import Hardware, error_finding, warning_finding
+from trainctl.hardware.detect import (
+    Device,
+    Hardware,
+    all_devices,
+    error_finding,
+    host_memory_limit,
+    visible_devices,
+    warning_finding,
+)
 from trainctl.hardware.resolve import falls_short
 from trainctl.options.precision import precision_of
 

@@ -22,8 +22,8 @@ from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.config.secrets import resolve_variables
 from trainctl.errors import Finding
 from trainctl.hardware import builds, devices, host_checks, packages, storage
+from trainctl.hardware.detect import Hardware, error_finding, warning_finding
 from trainctl.hardware.devices import Machine, this_machine
-from trainctl.hardware.facts import Hardware, error_finding, warning_finding
 from trainctl.hardware.packages import check_kernels
 from trainctl.hardware.resolve import falls_short
 

@@ -27,8 +27,7 @@ from trainctl.config.schema import (
 )
 from trainctl.config.sections import callbacks_of
 from trainctl.errors import Finding
-from trainctl.hardware.detect import driver_cuda_version
-from trainctl.hardware.facts import Hardware, error_finding, warning_finding
+from trainctl.hardware.detect import Hardware, driver_cuda_version, error_finding, warning_finding
 from trainctl.options.adapter import low_rank
 from trainctl.options.data import modules_of_source
 from trainctl.options.logger import missing_modules_finding, python_of

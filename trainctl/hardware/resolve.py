@@ -21,8 +21,7 @@ from trainctl.config.reading import local_path, read_json
 from trainctl.config.schema import Accelerator, HardwareConfig
 from trainctl.config.yaml_files import read_document
 from trainctl.errors import MachineError, TrainctlError
-from trainctl.hardware.detect import Device, host_memory_limit, visible_devices
-from trainctl.hardware.facts import Hardware
+from trainctl.hardware.detect import Device, Hardware, host_memory_limit, visible_devices
 
 MEMORY_TOLERANCE = 0.03
 """Drivers report the memory of one kind of card within this share of each other. Kernel and

@@ -16,7 +16,7 @@ from trainctl.config.quantities import disk_text
 from trainctl.config.reading import local_path
 from trainctl.config.schema import OffloadDevice, RunConfig
 from trainctl.errors import Finding
-from trainctl.hardware.facts import Hardware, error_finding, warning_finding
+from trainctl.hardware.detect import Hardware, error_finding, warning_finding
 
 PROBE_BYTES = 1 << 20
 

@@ -43,7 +43,7 @@ from trainctl.runs.held_folder import HeldFolder
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import RunTag, terminate_processes
-from trainctl.runs.records import Event, EventFollower, EventWriter, read_events
+from trainctl.runs.records import Event, EventFollower, EventWriter, OnEvent, read_events
 from trainctl.runs.status import State, Status, change_status, write_status
 
 FRUITLESS_RESTARTS = 3
@@ -308,7 +308,7 @@ def _give_up(run: RunPaths, outcome: Outcome, why: str) -> Outcome:
 def supervise(
     attempt: PreparedAttempt,
     start: Callable[[PreparedAttempt], Agents],
-    on_event: Callable[[Event], None],
+    on_event: OnEvent,
     stop: StopHandler,
 ) -> Outcome:
     """Start the agents, pass on records, and return when no process of the attempt is left here.
@@ -445,9 +445,7 @@ def _record_death(agents: Agents, records: _Records, writer: EventWriter, run: R
 class _Records:
     """Passes records on, and keeps the first failure and the `end` record."""
 
-    def __init__(
-        self, run: RunPaths, attempt: int, on_event: Callable[[Event], None], stop: StopHandler
-    ) -> None:
+    def __init__(self, run: RunPaths, attempt: int, on_event: OnEvent, stop: StopHandler) -> None:
         self._follower = EventFollower(run.events, attempt)
         self._on_event = on_event
         self._stop = stop

@@ -188,7 +188,7 @@ TARGETS = {
         is_file=True,
     ),
     "trainer": ExportTarget(
-        function="trainctl.migration.checkpoints.to_trainer:export_trainer",
+        function="trainctl.migration.checkpoints.trainer:export_trainer",
         check="trainctl.migration.checkpoints.to_torch:check_trainer",
     ),
     "dcp": ExportTarget(

@@ -11,8 +11,8 @@ from pathlib import Path
 from trainctl.config.hosts import Host, chosen_hosts
 from trainctl.config.user_code import user_code_files
 from trainctl.errors import Finding
+from trainctl.hardware.detect import error_finding
 from trainctl.hardware.devices import Machine, lacking_devices
-from trainctl.hardware.facts import error_finding
 from trainctl.hardware.host_checks import lacking_memory
 from trainctl.hardware.storage import lacking_space
 from trainctl.launchers.host_probe import HostReport, probe_hosts
@@ -114,7 +114,7 @@ def check_hosts(
     findings = host_problems(plan, reports, here, code_digest(), own, checkpoint_bytes)
     is_wrong = any(finding.is_error for finding in findings)
     return HostCheckResult(
-        group=None if is_wrong else _group(reports),
+        group=None if is_wrong else _host_group(reports),
         findings=findings,
         answering=tuple(report.host for report in reports if report.facts is not None),
     )
@@ -132,7 +132,7 @@ def unprobed_hosts(plan: RunPlan) -> HostGroup:
     )
 
 
-def _group(reports: Sequence[HostReport]) -> HostGroup:
+def _host_group(reports: Sequence[HostReport]) -> HostGroup:
     facts = [report.facts for report in reports if report.facts is not None]
     assert len(facts) == len(reports)
     return HostGroup(

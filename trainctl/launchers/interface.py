@@ -28,7 +28,7 @@ from trainctl.runs.files import write_text
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.processes import available_cores, run_tool
-from trainctl.runs.records import Event
+from trainctl.runs.records import OnEvent
 from trainctl.runs.status import SchedulerJob, State, Status, change_status, write_job, write_status
 
 
@@ -67,7 +67,7 @@ class LaunchRequest:
     attempt: AttemptPaths
     """The first attempt, as `new_attempt` made it."""
     plan: RunPlan
-    on_event: Callable[[Event], None]
+    on_event: OnEvent
     """Called with each record of this launch soon after it is written."""
     rank_command: Sequence[str] | None = None
     """Command that replaces the ranks' own; no corpus is prepared for it."""
@@ -213,7 +213,6 @@ def submit(
     Args:
         send: Submits them, and returns the scheduler's output.
         attempts: Runs and their attempts, all in one job or in one array.
-        kind: Launcher of the job.
         job_id: Returns a run's job id from the output.
         is_known: Whether the job id needs no output. The job is then recorded before it is sent:
             it may exist although its submission was interrupted, and can be cancelled.

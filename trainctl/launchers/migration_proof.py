@@ -29,10 +29,9 @@ from trainctl.migration.logged_losses import (
 from trainctl.plans.schedule import Curve
 from trainctl.plans.settings import replay_tolerance
 from trainctl.plans.types import RunPlan
-from trainctl.runs.checkpoint_selection import Progress
 from trainctl.runs.files import temporary_folder
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import number, steps_from_end
+from trainctl.runs.records import Progress, number, steps_from_end
 
 _FP32_SPACING = 2.0**-23
 _RATE_TOLERANCE = 1e-6
@@ -169,7 +168,6 @@ def judge(
 
     Args:
         records: Records of the steps here, by step.
-        imported: Result of the import.
     """
     compared = tuple(_compared(each, records, plan) for each in wanted)
     other_samples = None

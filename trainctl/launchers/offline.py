@@ -25,21 +25,17 @@ from trainctl.config.store import diff_configs, load_config
 from trainctl.errors import ExitCode, MachineError, TrainctlError
 from trainctl.launchers.planning import compose_target, plan_config
 from trainctl.runs.attempts import effective_attempt
-from trainctl.runs.checkpoint_selection import Progress, Warn, choose_checkpoint
+from trainctl.runs.checkpoint_selection import Warn, choose_checkpoint
 from trainctl.runs.directory import is_run, open_run
 from trainctl.runs.files import temporary_folder, write_json
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.processes import PARENT_VARIABLE
-from trainctl.runs.records import EventWriter
+from trainctl.runs.records import EventWriter, Progress, ignore_progress
 
 MIGRATION = "trainctl.migration"
 """Module with the tasks on checkpoints of other trainers."""
 ARGUMENT_BYTES = 100_000
 """Bytes in one argument of a command; Linux takes 128 KiB in one, and more in all."""
-
-
-def _ignore_progress(*_: object) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +51,8 @@ class WeightsChoice:
     """`raw`: the trained weights; `ema`: their moving average."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: an accelerator with room for the model, else the CPU."""
-    progress: Progress = field(default=_ignore_progress, repr=False)
-    warn: Warn = field(default=_ignore_progress, repr=False)
+    progress: Progress = field(default=ignore_progress, repr=False)
+    warn: Warn = field(default=ignore_progress, repr=False)
     """Called for each damaged checkpoint that is passed over."""
 
     def checkpoint(self) -> Path:
@@ -128,7 +124,6 @@ def import_checkpoint(
     """Make a run whose first checkpoint has the state of another trainer's checkpoint.
 
     Args:
-        directory: Directory of that checkpoint.
         run_dir: Directory of the run to make, or of a run without checkpoints.
         composed: The run's configuration; None takes that of the run in `run_dir`.
         format: Format of the checkpoint; None detects it.

@@ -17,10 +17,9 @@ from trainctl.config.registry import changed_section
 from trainctl.config.schema import GROUPS, LIST_GROUPS
 from trainctl.config.user_code import check_user_code, ignored_trainer_settings
 from trainctl.data.source_lengths import count_epoch, preview_data_plan
-from trainctl.data.template_check import check_templates
 from trainctl.errors import ExitCode, Finding, Severity, TrainctlError
 from trainctl.hardware import Hardware, resolve_hardware
-from trainctl.launchers.config_checks import launcher_refusals
+from trainctl.launchers.config_checks import check_templates, launcher_refusals
 from trainctl.memory.budget import MemoryBudget
 from trainctl.memory.traced import TracedModel, trace_model
 from trainctl.models.anatomy import shape_from_anatomy

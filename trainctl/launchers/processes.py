@@ -34,7 +34,7 @@ from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.lock import name_holder
 from trainctl.runs.mirror_state import MIRROR, read_mirror_state
 from trainctl.runs.processes import PARENT_VARIABLE, RunTag, pdeathsig_command
-from trainctl.runs.records import Event, EventWriter
+from trainctl.runs.records import Event, EventWriter, OnEvent
 
 Process = subprocess.Popen[bytes]
 
@@ -247,9 +247,7 @@ class Companions:
         on_event: Called with each record about a problem of theirs.
     """
 
-    def __init__(
-        self, run: RunPaths, config: RunConfig, tag: RunTag, on_event: Callable[[Event], None]
-    ) -> None:
+    def __init__(self, run: RunPaths, config: RunConfig, tag: RunTag, on_event: OnEvent) -> None:
         self._companions = [_Companion(run, name, config, tag) for name in companion_names(config)]
         self._run, self._on_event = run, on_event
         self._checked_at = time.monotonic()

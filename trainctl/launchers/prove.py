@@ -96,7 +96,6 @@ def prove(
     Args:
         configure: Makes the changed configuration from the run's.
         changes: The overrides that it applies, for the result.
-        steps: Number of steps to replay.
         checkpoint: Step of the checkpoint; None takes the newest that has as many steps left.
         python: Interpreter of another environment for the second replay.
         attempt: Attempt whose configuration is replayed; None takes the one that stands for the

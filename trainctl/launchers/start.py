@@ -50,13 +50,10 @@ from trainctl.runs.failures import first_failure
 from trainctl.runs.layout import AttemptPaths, RunPaths
 from trainctl.runs.listing import summarise_run
 from trainctl.runs.lock import hold_lock
-from trainctl.runs.records import Event, EventFollower, read_events
+from trainctl.runs.records import EventFollower, OnEvent, ignore_progress, read_events
 from trainctl.runs.status import State
 
 _POLL_SECONDS = 0.1
-
-Progress = Callable[[Event], None]
-"""Called with each record of a run."""
 
 
 class Observer:
@@ -68,7 +65,7 @@ class Observer:
         progress: Called with each record of the launch; None ignores them.
     """
 
-    def __init__(self, progress: Progress | None = None) -> None:
+    def __init__(self, progress: OnEvent | None = None) -> None:
         self._progress = progress
 
     def warn(self, text: str) -> None:
@@ -110,19 +107,15 @@ class Observer:
 
     def records(
         self, run: RunPaths, attempt: AttemptPaths, plan: RunPlan
-    ) -> AbstractContextManager[Progress]:
+    ) -> AbstractContextManager[OnEvent]:
         """Return the receiver of the records, entered while the launch runs."""
-        return nullcontext(self._progress or _ignore)
+        return nullcontext(self._progress or ignore_progress)
 
     def detached(self, run: RunPaths, process: Process) -> None:
         """Take the launcher that runs in the background, if the launch is not waited for."""
 
     def ended(self, run: RunPaths, plan: RunPlan, outcome: Outcome) -> None:
         """Take how the launch ended."""
-
-
-def _ignore(event: Event) -> None:
-    pass
 
 
 def start_run(
@@ -351,9 +344,7 @@ def _run_attempt(
         )
 
 
-def _follow(
-    run: RunPaths, process: Process, follower: EventFollower, progress: Progress
-) -> Outcome:
+def _follow(run: RunPaths, process: Process, follower: EventFollower, progress: OnEvent) -> Outcome:
     """Pass on the records of a launcher in the background until it ends; return how it ended.
 
     Signal handlers belong to the main thread, so any other thread leaves the launch to a process.

@@ -275,8 +275,6 @@ class TimeLimit:
         minutes: The limit; None is no limit.
         past: Records of the run so far.
         began: Unix time from which it counts; None is the start of this process.
-        save_seconds: Estimate of a save.
-        step_seconds: Estimate of a step.
     """
 
     def __init__(

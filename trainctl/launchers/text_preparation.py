@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from trainctl.rules.resolve import resolve
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
-from trainctl.runs.records import iter_events, steps_from_end
+from trainctl.runs.records import OnUnits, iter_events, steps_from_end
 from trainctl.tuning.input_files import check_tokenizer_files, missing_files
 
 if TYPE_CHECKING:
@@ -56,10 +55,10 @@ def prepare_text(config: RunConfig, *, workers: int | None, to: str | None) -> P
         TrainctlError: The text cannot be read, or is streamed and so needs no writing.
     """
     from trainctl.data.corpora import build_corpora
-    from trainctl.data.dropped_documents import dropped_by_source
     from trainctl.data.executors import executor_of
     from trainctl.data.source_sampler import SHARD_TOKENS
     from trainctl.data.streaming.corpora import upload_corpus
+    from trainctl.data.text_search import dropped_by_source
     from trainctl.data.tokenizer import load_tokenizer
     from trainctl.readers.remote import print_notice
 
@@ -168,7 +167,7 @@ def check_text_settings(composed: ComposedConfig) -> list[Finding]:
 
 
 def find_in_run(
-    run: RunPaths, text: str, *, ignore_case: bool, most: int, progress: Callable[[int, int], None]
+    run: RunPaths, text: str, *, ignore_case: bool, most: int, progress: OnUnits
 ) -> tuple[list[Match], bool]:
     """Find the documents of a run that have a text, and the steps that saw them.
 

@@ -7,13 +7,15 @@ The command line, which loads no torch, starts it; it is called and answers as
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainctl.train.offline import answer
+
+if TYPE_CHECKING:
+    from trainctl.runs.records import Progress
 
 
 def _import(
@@ -23,7 +25,7 @@ def _import(
     argv: list[str],
     format: str | None,
     *,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> dict[str, Any]:
     # Slow imports.
     from trainctl.data.user_functions import make_importable

@@ -21,15 +21,15 @@ from trainctl.mirror.index import (
     PARTS_AT_ONCE,
     Index,
     ListedCheckpoint,
+    Store,
     StoredFile,
     newest_index,
     read_files,
     read_part,
 )
-from trainctl.mirror.store import Store
 from trainctl.readers.remote import Notify, print_notice
 from trainctl.runs.attempts import config_of
-from trainctl.runs.checkpoint_selection import Progress, steps_text
+from trainctl.runs.checkpoint_selection import steps_text
 from trainctl.runs.directory import DEFAULT_ROOT, is_run, read_plan, run_id
 from trainctl.runs.files import (
     ensure_folder,
@@ -44,21 +44,17 @@ from trainctl.runs.files import (
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import MANIFEST, read_manifest
 from trainctl.runs.mirror_state import MirrorState, write_mirror_state
+from trainctl.runs.records import Progress, ignore_progress
 from trainctl.untrusted import safe_name, safe_path
 
 FETCHING = ".fetching"
 """Ending of a run directory's name until it is whole; a repeated fetch continues in it."""
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
 class Mirror:
     """A run's mirror as it is listed now.
 
     Args:
-        url: URL of the mirror.
         notify: Called before each wait for another attempt.
 
     Raises:
@@ -267,7 +263,7 @@ class Mirror:
             _check_space(run.root, total)
         self._write_records(run, progress)
 
-    def _write_records(self, run: RunPaths, progress: Progress = _ignore) -> None:
+    def _write_records(self, run: RunPaths, progress: Progress = ignore_progress) -> None:
         """Write configuration, plans and records, and check that a resume can read them.
 
         Raises:
@@ -286,7 +282,7 @@ class Mirror:
         self,
         checkpoint: ListedCheckpoint,
         run: RunPaths,
-        progress: Progress = _ignore,
+        progress: Progress = ignore_progress,
         *,
         weights: bool,
     ) -> None:
@@ -311,7 +307,7 @@ class Mirror:
                 raise RunStateError(f"{checkpoint.name}: its manifest has no such {file.name}")
 
     def _write_files(
-        self, files: Sequence[StoredFile], folder: Path, progress: Progress = _ignore
+        self, files: Sequence[StoredFile], folder: Path, progress: Progress = ignore_progress
     ) -> None:
         done, total = 0, sum(file.bytes for file in files)
         ensure_folders(folder)
@@ -452,7 +448,7 @@ def fetch_run(
     step: int | None = None,
     trusts_code: bool = False,
     notify: Notify = print_notice,
-    progress: Progress = _ignore,
+    progress: Progress = ignore_progress,
 ) -> RunPaths:
     """Make a run directory that can be resumed, with the newest checkpoint or the one of a step.
 
@@ -487,7 +483,9 @@ def fetched_plan(
     checkpoint = mirror.checkpoint(step)
     chosen = [checkpoint] if checkpoint else []
     with _temporary_run(mirror.name()) as run:
-        yield mirror.fetch(run.root, chosen, _ignore, trusts_code=trusts_code, weights=False)
+        yield mirror.fetch(
+            run.root, chosen, ignore_progress, trusts_code=trusts_code, weights=False
+        )
 
 
 @contextmanager
@@ -498,7 +496,7 @@ def fetched_checkpoint(
     best: bool = False,
     trusts_code: bool = False,
     notify: Notify = print_notice,
-    progress: Progress = _ignore,
+    progress: Progress = ignore_progress,
 ) -> Iterator[RunPaths]:
     """Give a run directory in a temporary folder (TMPDIR) with one checkpoint, of any kind.
 
@@ -511,7 +509,7 @@ def fetched_checkpoint(
     with _temporary_run(mirror.name()) as run:
         metric = None
         if best:
-            metric = config_of(fetch(run.root, [], _ignore)).checkpoint.best_of or "loss"
+            metric = config_of(fetch(run.root, [], ignore_progress)).checkpoint.best_of or "loss"
             shutil.rmtree(run.root)
         checkpoint = mirror.checkpoint(step, metric=metric, for_resume=False)
         if checkpoint is None:

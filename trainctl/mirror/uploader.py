@@ -25,6 +25,7 @@ from trainctl.mirror.index import (
     FileSet,
     Index,
     ListedCheckpoint,
+    Store,
     StoredFile,
     index_key,
     index_keys,
@@ -34,7 +35,6 @@ from trainctl.mirror.index import (
     parts_of,
     read_files,
 )
-from trainctl.mirror.store import Store
 from trainctl.runs.attempts import config_of
 from trainctl.runs.checkpoints import (
     CheckpointInfo,

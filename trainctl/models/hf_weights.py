@@ -360,7 +360,7 @@ class _Group:
         shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         rows = self._rows(list(shapes))
         if rows is None:
-            yield Unit(shapes, None, self._all)
+            yield Unit(shapes, None, self._converted_unit)
             return
         for row, names in enumerate(rows):
             yield Unit({name: shapes[name] for name in names}, None, self._of_row(row))
@@ -396,7 +396,7 @@ class _Group:
 
         return pieces
 
-    def _all(self, read: Read) -> Iterator[torch.Tensor]:
+    def _converted_unit(self, read: Read) -> Iterator[torch.Tensor]:
         tensors = [read(name, 0, shape.numel()).view(shape) for _, name, shape in self.sources]
         for tensor in self._convert(tensors).values():
             yield tensor.reshape(-1)

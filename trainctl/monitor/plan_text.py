@@ -22,7 +22,7 @@ from trainctl.options.data import SampleKind, spec_of
 from trainctl.options.tokenizer import tokenizer_facts
 from trainctl.plans.derive import bubble_share
 from trainctl.plans.mixture import sources_of
-from trainctl.plans.optimizers import parameter_groups
+from trainctl.plans.optimizers import group_rate, parameter_groups
 from trainctl.plans.shapes import count_parameters
 from trainctl.plans.trainable import is_partial, trainable
 from trainctl.plans.types import RunPlan
@@ -267,7 +267,7 @@ def _group_lines(plan: RunPlan, most: int) -> Iterator[str]:
         return
     groups = parameter_groups(config)
     for group in groups[:most]:
-        peak = group.peak_lr(config) * plan.lr_scale
+        peak = group_rate(group, config, plan.lr_scale)
         yield (
             f"{group.name}: {len(group.parameters)} tensors,"
             f" {count_text(group.elements)} parameters, peak lr {peak:g},"

@@ -36,7 +36,7 @@ from trainctl.plans.deepspeed_table import (
 from trainctl.plans.gathering import KEY, prefetched_elements
 from trainctl.plans.optimizers import is_fused, lr_scale, optimizer_maker
 from trainctl.plans.settings import gradient_conflict, number_formats
-from trainctl.plans.types import Batch, Mesh
+from trainctl.plans.types import Batch, Mesh, peak_rate
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys of the batch triple; DeepSpeed multiplies it with the data-parallel ranks only."""
@@ -161,10 +161,10 @@ def optimizer_parameter(
     value: Any = values if len(values) > 1 else values[0]
     sources = [f"optimizer.{key}" for key in parameter.keys]
     if parameter.or_lr and value is None:
-        value, sources = optimizer.lr, ["optimizer.lr"]
+        sources = ["optimizer.lr"]
     why = " and ".join(sources)
     if parameter.is_rate:
-        value *= lr_scale
+        value = peak_rate(optimizer, lr_scale, *parameter.keys)
         if optimizer.lr_scaling is not LrScaling.none:
             sources.append("optimizer.lr_scaling")
         why = " x ".join(sources)

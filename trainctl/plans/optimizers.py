@@ -38,7 +38,7 @@ from trainctl.plans import mup, shapes
 from trainctl.plans.mup import TensorKind
 from trainctl.plans.shapes import TensorShape
 from trainctl.plans.trainable import block_numbers, trainable
-from trainctl.plans.types import Batch
+from trainctl.plans.types import Batch, peak_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +146,12 @@ def learning_rate_reasons(config: RunConfig, batch: Batch) -> Iterator[DerivedVa
         )
         factor = f"sqrt({ratio})" if optimizer.lr_scaling is LrScaling.sqrt else f"({ratio})"
         source = SOURCES[optimizer.lr_scaling]
-        rates = {"lr": optimizer.lr}
-        spec = spec_of(optimizer)
-        matrix_rate = spec.matrix_rate(optimizer)
-        if matrix_rate is not None:
-            rates[spec.matrix_lr] = matrix_rate
-        for name, rate in rates.items():
-            why = f"optimizer.{name} {rate:g} x {factor}, {source}"
-            sources = (f"optimizer.{name}", "optimizer.lr_scaling_batch_size")
-            yield derived(f"peak_{name}", rate * scale, *sources, why=why)
+        for name in filter(None, ("lr", spec_of(optimizer).matrix_lr)):
+            if (rate := getattr(optimizer, name)) is not None:
+                why = f"optimizer.{name} {rate:g} x {factor}, {source}"
+                sources = (f"optimizer.{name}", "optimizer.lr_scaling_batch_size")
+                peak = peak_rate(optimizer, scale, name)
+                yield derived(f"peak_{name}", peak, *sources, why=why)
     if config.trains_itself and config.gradients.adaptive_clipping is not AdaptiveClipping.none:
         kind = config.gradients.adaptive_clipping.value
         fixed = f"optimizer.gradient_clipping {optimizer.gradient_clipping:g}"
@@ -194,10 +191,6 @@ class GroupKey:
             words.append(f"clip {self.clip_at:.6g}{at}")
         return ", ".join(words)
 
-    def peak_lr(self, config: RunConfig) -> float:
-        """Return the group's learning rate at the peak of the schedule."""
-        return _base_lr(config, uses_muon=self.uses_muon) * self.lr_factor
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
@@ -215,9 +208,11 @@ class ParameterGroup:
     elements: int
     """Elements of all tensors together."""
 
-    def peak_lr(self, config: RunConfig) -> float:
-        """Return the group's learning rate at the peak of the schedule."""
-        return _base_lr(config, uses_muon=self.uses_muon) * self.lr_factor
+
+def group_rate(group: GroupKey | ParameterGroup, config: RunConfig, lr_scale: float) -> float:
+    """Return a group's learning rate at the peak of the schedule."""
+    key = spec_of(config.optimizer).matrix_lr if group.uses_muon else ""
+    return peak_rate(config.optimizer, group.lr_factor, key or "lr") * lr_scale
 
 
 def parameter_groups(config: RunConfig) -> tuple[ParameterGroup, ...]:
@@ -297,11 +292,6 @@ def group_of(
         lr_factor=lr_factor,
         weight_decay=weight_decay * mup.decay_factor(model, optimizer, kind),
     )
-
-
-def _base_lr(config: RunConfig, *, uses_muon: bool) -> float:
-    own = spec_of(config.optimizer).matrix_rate(config.optimizer) if uses_muon else None
-    return config.optimizer.lr if own is None else own
 
 
 def blocks_above(config: RunConfig, name: str, kind: TensorKind) -> int:

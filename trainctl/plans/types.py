@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from trainctl.config.derived import DerivedValue
-from trainctl.config.schema import RunConfig
+from trainctl.config.schema import OptimizerConfig, RunConfig
 from trainctl.hardware import Hardware
 
 
@@ -168,6 +168,15 @@ class LayoutPlan:
         return (rank, axes.stages - 1 - rank) if axes.is_folded else (rank,)
 
 
+def peak_rate(optimizer: OptimizerConfig, factor: float, key: str = "lr") -> float:
+    """Return a learning rate at the peak of the schedule, times a factor.
+
+    Where the key is None, such as Muon's `matrix_lr`, `lr` applies.
+    """
+    own: float | None = getattr(optimizer, key)
+    return (optimizer.lr if own is None else own) * factor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan(LayoutPlan):
     """Everything that a launch will do; written to `plan.json` and only read afterwards."""
@@ -199,7 +208,7 @@ class RunPlan(LayoutPlan):
     @property
     def peak_lr(self) -> float:
         """Base learning rate at the peak of the schedule."""
-        return self.config.optimizer.lr * self.lr_scale
+        return peak_rate(self.config.optimizer, self.lr_scale)
 
     @property
     def batches(self) -> Batches:

@@ -111,8 +111,8 @@ def similar_of(record: object) -> dict[str, Any]:
         BadRecord: One is missing or empty, or there are several positives.
     """
     record = _object(record)
-    query = _text(record, _named(record, _QUERIES))
-    positive = _named(record, _POSITIVES)
+    query = _text(record, _first_present(record, _QUERIES))
+    positive = _first_present(record, _POSITIVES)
     found = record[positive]
     if _is_list(found) and len(found) == 1:
         found = found[0]
@@ -147,7 +147,7 @@ def _text(record: Record, key: str) -> str:
     return value
 
 
-def _named(record: Record, names: Sequence[str]) -> str:
+def _first_present(record: Record, names: Sequence[str]) -> str:
     """Return the first of the names that the record has a value of."""
     for name in names:
         if record.get(name) is not None:

@@ -91,14 +91,14 @@ def choose_kernels(draft: Draft) -> tuple[Draft, tuple[DerivedValue, ...]]:
         filled = plain
     why = _reasons(draft, filled, refused)
     reasons = (
-        derived(f"kernels.{key}", to_plain(getattr(filled, key)), *_named(why[key]), why=why[key])
+        derived(f"kernels.{key}", to_plain(getattr(filled, key)), *_keys_in(why[key]), why=why[key])
         for key in open_keys
     )
     chosen = replace(draft, config=replace(config, kernels=filled))
     return chosen, (*(reasons if config.trains_itself else ()), *attention)
 
 
-def _named(reason: str) -> tuple[str, ...]:
+def _keys_in(reason: str) -> tuple[str, ...]:
     """Return the keys that a reason names, in its order."""
     words = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)+", reason)
     return tuple(word for word in dict.fromkeys(words) if word in leaves())

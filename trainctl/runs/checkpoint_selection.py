@@ -18,9 +18,7 @@ from trainctl.runs.checkpoints import (
 )
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.manifest import read_manifest, verify_files
-
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a piece of work, the units that are done, and their total."""
+from trainctl.runs.records import Progress
 
 Warn = Callable[[str], None]
 """Called with the text of a warning."""

@@ -21,7 +21,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,20 @@ _SIEVE_BYTES = 1 << 20
 _COMPACT = (",", ":")
 
 Event = dict[str, Any]
+
+OnEvent = Callable[[Event], None]
+"""Called with each record of a run: a step, an evaluation, a save, a failure (docs/records.md)."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a piece of work, the units of it that are done, and their total."""
+
+OnUnits = Callable[[int, int], None]
+"""Called with the units of one piece of work that are done, and their total."""
+
+
+def ignore_progress(*_: object) -> None:
+    """Take what an `OnEvent`, a `Progress` or an `OnUnits` takes, and do nothing."""
+
 
 Placed = tuple[int, Event]
 """A record, and its byte in `events.jsonl`; of a step's row, the size that the file had before."""

@@ -42,7 +42,6 @@ class PackedDataset:
     Args:
         sequence_length: Tokens of a sample.
         mask_documents: Whether attention stays within a document.
-        kind: Kind of the samples.
         counts_records: Whether the loss is a mean over samples rather than labels.
         how: Further arguments of `SampleReader`: `bins`, `infilling` and `masking`.
     """
@@ -205,7 +204,6 @@ class TrainingData:
 
         Args:
             first_sample: Counter of the step's first sample.
-            batch: Global batch of the step.
         """
         for stream in self.streams:
             stream.move(first_sample)
@@ -327,7 +325,6 @@ class BatchPrefetcher:
     context drops the batches that were made and waits for those being made.
 
     Args:
-        batches: Batch of each step.
         stop_step: Last step of the run; later ones are not prefetched.
         device: Device of this rank. For a GPU, batches are put in pinned memory, so that their copy
             overlaps with computation.

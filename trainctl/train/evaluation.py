@@ -30,6 +30,7 @@ from trainctl.options.data.prompts import PromptsConfig
 from trainctl.options.objective import objective_of
 from trainctl.plans.mixture import sources_of
 from trainctl.plans.types import RunPlan
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.data import PackedDataset
 
 Score = Callable[[Sequence[MicroBatch]], tuple[float, ...]]
@@ -73,7 +74,7 @@ def evaluate_sources(
     num_samples: int,
     record: Callable[[Sequence[float], float], dict[str, float]] = lambda sums, number: {},
     sum_over_ranks: Callable[..., list[float]] = lambda *values: list(values),
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: OnUnits = ignore_progress,
     **how: int,
 ) -> HeldOutLoss | None:
     """Return the mean loss over the first held-out samples of each source; None without samples.
@@ -163,7 +164,7 @@ def sampled_ids(
     vocab_size: int,
     ends: Collection[int] = (),
     temperature: float = 0.8,
-    progress: Callable[[int, int], None] = lambda drawn, total: None,
+    progress: OnUnits = ignore_progress,
 ) -> list[int]:
     """Return the ids of a sampled continuation of `prompt`, without the prompt.
 

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from trainctl.data.corpora import Corpora
     from trainctl.plans.types import RunPlan
     from trainctl.runs.layout import RunPaths
+    from trainctl.runs.records import Progress
     from trainctl.train.models.loaded import LoadedModel
-
-Progress = Callable[[str, int, int], None]
 
 
 def answer(tasks: Mapping[str, Callable[..., dict[str, Any]]]) -> int:
@@ -221,7 +220,7 @@ def _score(
     given: ChosenWeights, prompt: str, answers: list[str], *, chat: bool | None = None
 ) -> dict[str, Any]:
     from trainctl.train.evaluation import is_chat
-    from trainctl.train.scoring import scores_of
+    from trainctl.train.tasks import scores_of
 
     config = given.plan.config
     if config.model.score_outputs is None:

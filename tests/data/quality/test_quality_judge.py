@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from planted_corpus import parts_of, texts_of_python
 
-from trainctl.data.dropped_documents import describe_examples
-from trainctl.data.executors.local import LocalExecutor
-from trainctl.data.quality import duplicates
+from trainctl.data.executors import LocalExecutor
+from trainctl.data.quality import near_duplicates
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.columns import PartToMeasure
 from trainctl.data.quality.decide import select_documents
 from trainctl.data.quality.measurement import WantedColumns, measure_all
 from trainctl.data.quality.selection import Contamination, Rules
+from trainctl.data.text_search import describe_examples
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.options.filter.gopher_quality import GopherQualityConfig
 
@@ -76,7 +76,7 @@ def test_another_threshold_makes_only_the_decision_anew(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("found already")
 
-    monkeypatch.setattr(duplicates, "find_identical_texts", refuse)
+    monkeypatch.setattr(near_duplicates, "find_identical_texts", refuse)
     assert once(RULES).tolist() == first.tolist()
     keys = replace(RULES.filters["prose"]["gopher_quality"], min_words=500)
     more = once(replace(RULES, near=0.9, filters={"prose": {"gopher_quality": keys}}))

@@ -14,7 +14,6 @@ from planted_corpus import entries, parts_of
 from trainctl.data.quality.batches import DocumentBatch
 from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import find_identical_texts, shared_passages
 from trainctl.data.quality.measurement import (
     ANCHOR_WORDS,
     SHARED,
@@ -23,6 +22,7 @@ from trainctl.data.quality.measurement import (
     measure_all,
     words_covered,
 )
+from trainctl.data.quality.near_duplicates import find_identical_texts, shared_passages
 from trainctl.data.quality.selection import SUBSTRING, Rules
 from trainctl.data.quality.shuffle import MEMORY, search_in
 

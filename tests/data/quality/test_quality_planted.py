@@ -12,11 +12,9 @@ import pytest
 from planted_corpus import Planted, entries, five_grams, jaccard, parts_of, planted
 
 from trainctl.data.quality.columns import MeasuredCorpus
-from trainctl.data.quality.contamination import words_from, write_held_out
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measurement import WantedColumns, measure_all
-from trainctl.data.quality.near_duplicates import Pairs, near_pairs
+from trainctl.data.quality.near_duplicates import Pairs, find_identical_texts, near_pairs
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,
@@ -24,6 +22,8 @@ from trainctl.data.quality.selection import (
     Contamination,
     Rules,
     Selection,
+    words_from,
+    write_held_out,
 )
 from trainctl.data.quality.shuffle import search_in
 

@@ -14,14 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_corpus import edited, entries, five_grams, jaccard, parts_of, texts_of_python
 
-from trainctl.data.executors import Executor
-from trainctl.data.executors.local import INLINE, LocalExecutor
-from trainctl.data.permutation import splitmix64
+from trainctl.data.executors import INLINE, Executor, LocalExecutor
 from trainctl.data.quality.batches import DocumentBatch, Entry, Segments, batches
 from trainctl.data.quality.columns import MeasuredCorpus
-from trainctl.data.quality.contamination import write_held_out
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measurement import (
     SKETCH,
     Bands,
@@ -32,9 +28,14 @@ from trainctl.data.quality.measurement import (
     sketches,
 )
 from trainctl.data.quality.measurement import jaccard as jaccard_of_sketches
-from trainctl.data.quality.near_duplicates import connected_components, near_pairs
-from trainctl.data.quality.selection import Contamination, Rules
+from trainctl.data.quality.near_duplicates import (
+    connected_components,
+    find_identical_texts,
+    near_pairs,
+)
+from trainctl.data.quality.selection import Contamination, Rules, write_held_out
 from trainctl.data.quality.shuffle import MEMORY, Groups, Result, joined, search_in, shuffle
+from trainctl.data.source_sampler import splitmix64
 from trainctl.options.filter.gopher_quality import GopherQualityConfig
 
 WORDS = st.lists(st.sampled_from(["a", "b", "the", "sea", "ship"]), max_size=14).map(" ".join)

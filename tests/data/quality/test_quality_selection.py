@@ -15,12 +15,10 @@ from planted_corpus import entries, parts_of
 from trainctl.data.quality import near_duplicates as near
 from trainctl.data.quality.batches import Entry
 from trainctl.data.quality.columns import Columns, MeasuredCorpus, PartToMeasure, columns_folder
-from trainctl.data.quality.contamination import HeldOut, write_held_out
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measurement import WantedColumns, measure_all, measure_part
-from trainctl.data.quality.near_duplicates import near_pairs
-from trainctl.data.quality.selection import Contamination, Rules, Selection
+from trainctl.data.quality.near_duplicates import find_identical_texts, near_pairs
+from trainctl.data.quality.selection import Contamination, HeldOut, Rules, Selection, write_held_out
 from trainctl.data.quality.shuffle import read_kept, search_in
 from trainctl.errors import TrainctlError
 from trainctl.options.filter.function import FunctionConfig

@@ -18,8 +18,8 @@ from trainctl.data.quality import statistics
 from trainctl.data.quality.batches import DocumentBatch, Entry, Spans
 from trainctl.data.quality.columns import MeasuredCorpus
 from trainctl.data.quality.decide import decide_removals
-from trainctl.data.quality.duplicates import find_identical_texts
 from trainctl.data.quality.measurement import WantedColumns, measure_all
+from trainctl.data.quality.near_duplicates import find_identical_texts
 from trainctl.data.quality.selection import Rules
 from trainctl.data.quality.shuffle import search_in
 from trainctl.errors import TrainctlError

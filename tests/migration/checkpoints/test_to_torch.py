@@ -19,8 +19,7 @@ from trainctl.config.registry import new_section
 from trainctl.errors import TrainctlError
 from trainctl.migration.checkpoints.source import open_source
 from trainctl.migration.checkpoints.to_torch import check_dcp, check_trainer, export_dcp
-from trainctl.migration.checkpoints.to_trainer import export_trainer
-from trainctl.migration.checkpoints.trainer import trainer_groups
+from trainctl.migration.checkpoints.trainer import export_trainer, trainer_groups
 from trainctl.migration.checkpoints.write import import_source
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import new_attempt

@@ -11,7 +11,7 @@ import torch
 
 from trainctl.errors import ExitCode, TrainctlError
 from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, unpickle
-from trainctl.migration.record import Record
+from trainctl.migration.configs.pickled import Record
 
 
 def saved(tmp_path: Path, content: object) -> Path:

@@ -14,8 +14,7 @@ from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import Any
 
 from trainctl.config.schema.alerts import AlertKind, AlertsConfig
-from trainctl.config.schema.hardware import Accelerator, HardwareConfig
-from trainctl.config.schema.launcher import CpuBinding, LauncherConfig
+from trainctl.config.schema.launcher import Accelerator, CpuBinding, HardwareConfig, LauncherConfig
 from trainctl.config.schema.layout import (
     ActivationCheckpointingConfig,
     CompileKind,

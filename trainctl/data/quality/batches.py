@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.permutation import splitmix64
+from trainctl.data.source_sampler import splitmix64
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]

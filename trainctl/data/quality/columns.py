@@ -322,7 +322,8 @@ class MeasuredCorpus:
     def rows(self, name: str, ids: I64) -> Array:
         """Return the values of a column for some ids, in the order of the ids."""
         found: list[tuple[I64, Array]] = [
-            (places, np.asarray(part.columns[name][rows])) for part, places, rows in self._of(ids)
+            (places, np.asarray(part.columns[name][rows]))
+            for part, places, rows in self._rows_by_part(ids)
         ]
         if not found:
             return np.empty(0)
@@ -337,7 +338,7 @@ class MeasuredCorpus:
         """
         counts = np.zeros(len(ids), dtype=np.int64)
         pieces = []
-        for part, places, rows in self._of(ids):
+        for part, places, rows in self._rows_by_part(ids):
             values, counts[places] = part.columns.ragged(name, rows)
             pieces.append((places, values))
         if len(pieces) == 1:
@@ -350,7 +351,7 @@ class MeasuredCorpus:
             result[at] = values
         return result, counts
 
-    def _of(self, ids: I64) -> Iterator[tuple[MeasuredPart, I64, I64]]:
+    def _rows_by_part(self, ids: I64) -> Iterator[tuple[MeasuredPart, I64, I64]]:
         """Yield each part with some of the ids, their positions in `ids`, and their rows."""
         if not len(ids):
             return

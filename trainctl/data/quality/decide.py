@@ -22,9 +22,7 @@ import numpy.typing as npt
 
 from trainctl.config.codec import to_plain
 from trainctl.config.registry import load_spec
-from trainctl.data.executors import Executor
-from trainctl.data.executors.local import INLINE
-from trainctl.data.permutation import splitmix64
+from trainctl.data.executors import INLINE, Executor
 from trainctl.data.quality.batches import I64, Bool, Entry
 from trainctl.data.quality.columns import (
     MeasuredCorpus,
@@ -34,10 +32,8 @@ from trainctl.data.quality.columns import (
     key_of_corpus,
     remove_leftovers,
 )
-from trainctl.data.quality.contamination import write_held_out
-from trainctl.data.quality.duplicates import Passages, find_duplicates
 from trainctl.data.quality.measurement import WantedColumns, measure_all, words_covered
-from trainctl.data.quality.near_duplicates import Pairs
+from trainctl.data.quality.near_duplicates import Pairs, Passages, find_duplicates
 from trainctl.data.quality.selection import (
     CONTAMINATED,
     EXACT,
@@ -49,8 +45,10 @@ from trainctl.data.quality.selection import (
     Rules,
     Selection,
     Tally,
+    write_held_out,
 )
 from trainctl.data.quality.shuffle import MEMORY
+from trainctl.data.source_sampler import splitmix64
 
 
 def decide_removals(

@@ -35,9 +35,7 @@ import numpy.typing as npt
 
 from trainctl.config.registry import function_of, load_spec
 from trainctl.data.cache_files import convert_write_errors
-from trainctl.data.executors import Executor, ExecutorTask, require_results
-from trainctl.data.executors.local import INLINE
-from trainctl.data.permutation import splitmix64
+from trainctl.data.executors import INLINE, Executor, ExecutorTask, require_results
 from trainctl.data.quality.batches import I64, U64, DocumentBatch, batches, run_starts
 from trainctl.data.quality.columns import (
     ColumnWriter,
@@ -46,7 +44,8 @@ from trainctl.data.quality.columns import (
     finished_key,
     remove_leftovers,
 )
-from trainctl.data.quality.contamination import HeldOut
+from trainctl.data.quality.selection import HeldOut
+from trainctl.data.source_sampler import splitmix64
 
 U32 = npt.NDArray[np.uint32]
 

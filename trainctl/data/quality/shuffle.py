@@ -23,8 +23,7 @@ import numpy.typing as npt
 
 from trainctl.config.schema import DataConfig
 from trainctl.data.cache_files import convert_write_errors
-from trainctl.data.executors import Executor, ExecutorTask, require_results
-from trainctl.data.executors.local import INLINE
+from trainctl.data.executors import INLINE, Executor, ExecutorTask, require_results
 from trainctl.data.quality.batches import I64, U64, run_starts
 from trainctl.data.quality.columns import (
     Array,

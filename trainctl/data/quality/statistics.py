@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainctl.data.permutation import splitmix64
 from trainctl.data.quality.batches import (
     I64,
     LETTER,
@@ -35,6 +34,7 @@ from trainctl.data.quality.batches import (
     hash_of_word,
     run_starts,
 )
+from trainctl.data.source_sampler import splitmix64
 from trainctl.data.user_functions import make_importable
 from trainctl.errors import TrainctlError, describe_exception
 from trainctl.models.local_path import local_path

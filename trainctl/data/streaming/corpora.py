@@ -381,7 +381,9 @@ class StreamedEnds:
         while start < stop:
             number = int(np.searchsorted(self._firsts, start, "right")) - 1
             first, last = self._firsts[number], min(stop, int(self._firsts[number + 1]))
-            found.append(self._of(number)[start - first : last - first].astype(self.dtype))
+            found.append(
+                self._ends_of_part(number)[start - first : last - first].astype(self.dtype)
+            )
             start = last
         return np.concatenate(found)
 
@@ -390,9 +392,9 @@ class StreamedEnds:
         number = max(0, -(-value // self._tokens.shard_tokens) - 1)
         if number >= len(self._firsts) - 1:
             return len(self)
-        return int(self._firsts[number] + np.searchsorted(self._of(number), value, side))
+        return int(self._firsts[number] + np.searchsorted(self._ends_of_part(number), value, side))
 
-    def _of(self, number: int) -> npt.NDArray[np.int64]:
+    def _ends_of_part(self, number: int) -> npt.NDArray[np.int64]:
         if self._last[0] != number:
             self._last = number, self._tokens.ends_of(number)
         return self._last[1]

@@ -111,7 +111,6 @@ class ShardMaker:
 
     Args:
         shards: The ranks over which parameters are sharded.
-        place: The device of the shards.
     """
 
     def __init__(self, shards: Axis, place: torch.device) -> None:
@@ -235,10 +234,8 @@ class Shards(States):
     """States whose tensors are each a range of one parameter, with the same range of its gradient.
 
     Args:
-        optimizer: Optimizer of the shards.
         parameters: All parameters that the model trains.
         units: Modules that gather the parameters.
-        pieces: The piece of each shard.
     """
 
     def __init__(

@@ -55,7 +55,6 @@ class HangDetector:
     Args:
         heartbeat_seconds: Longest silence in a step.
         slow_phase_seconds: Longest silence while a rank starts, saves or ends.
-        world_size: Ranks on all nodes.
     """
 
     def __init__(

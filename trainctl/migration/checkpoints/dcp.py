@@ -21,8 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.config.reading import read_bytes
 from trainctl.engines.shards import Shard, read_shard
-from trainctl.migration.checkpoints.names import without_wrappers
-from trainctl.migration.checkpoints.source import Source, SourceProgress
+from trainctl.migration.checkpoints.source import Source, SourceProgress, without_wrappers
 from trainctl.migration.checkpoints.torch_states import (
     Readable,
     SavedOptimizer,
@@ -36,7 +35,7 @@ from trainctl.migration.checkpoints.unpickle import (
     damaged,
     unpickle,
 )
-from trainctl.migration.record import Record
+from trainctl.migration.configs.pickled import Record
 from trainctl.untrusted import is_count, safe_name, safe_path
 
 METADATA = ".metadata"

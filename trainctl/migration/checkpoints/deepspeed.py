@@ -31,8 +31,7 @@ from trainctl.migration.checkpoints.model_parallel import (
     PipelineSource,
     TensorParallelSource,
 )
-from trainctl.migration.checkpoints.names import order_by_shape
-from trainctl.migration.checkpoints.source import Source, SourceProgress
+from trainctl.migration.checkpoints.source import Source, SourceProgress, order_by_shape
 from trainctl.migration.checkpoints.unpickle import (
     LazyTensor,
     TorchFile,
@@ -40,7 +39,7 @@ from trainctl.migration.checkpoints.unpickle import (
     damaged,
     read_pointer,
 )
-from trainctl.migration.record import Record
+from trainctl.migration.configs.pickled import Record
 from trainctl.train.checkpoint.optimizer_state import MASTER
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

@@ -28,7 +28,7 @@ from trainctl.migration.checkpoints.unpickle import (
     damaged,
     read_pointer,
 )
-from trainctl.migration.record import Record
+from trainctl.migration.configs.pickled import Record
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File beside the folders of the iterations, with the number of the newest."""

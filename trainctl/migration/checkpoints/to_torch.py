@@ -10,7 +10,7 @@ the importer of the format.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from trainctl.plans.types import RunPlan
 from trainctl.runs.attempts import effective_attempt
 from trainctl.runs.directory import read_plan
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.export.check import (
@@ -53,9 +54,6 @@ from trainctl.train.models.model import skeleton, with_portable_attention
 
 PIECE = 1 << 22
 """Elements that are copied at a time: 16 MiB in fp32."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are written and their total."""
 
 
 @dataclass(slots=True)
@@ -253,7 +251,7 @@ def _compare_states(
 
 
 def export_dcp(
-    config: RunConfig, checkpoint: Path, out: Path, *, progress: Progress = lambda done, total: None
+    config: RunConfig, checkpoint: Path, out: Path, *, progress: OnUnits = ignore_progress
 ) -> ExportedCheckpoint:
     """Write weights and optimizer states to a new folder, by torch's own writer.
 
@@ -311,7 +309,7 @@ class _Planner(DefaultSavePlanner):  # type: ignore[misc]
     when the next is asked for: a writer without threads has written it by then.
     """
 
-    def __init__(self, run: ExportedRun, progress: Progress) -> None:
+    def __init__(self, run: ExportedRun, progress: OnUnits) -> None:
         super().__init__()
         self._run, self._progress, self._done = run, progress, 0
         self._written = torch.empty(0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from trainctl.migration.checkpoints.deepspeed import hyperparameters, step_of
 from trainctl.migration.checkpoints.source import Source, SourceProgress
 from trainctl.migration.checkpoints.unpickle import LazyTensor, TorchFile, damaged, read_pointer
 from trainctl.plans.trainable import is_partial
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.export.output import ExportedCheckpoint, new_folder
@@ -164,7 +164,7 @@ def export(
     checkpoint: Path,
     out: Path,
     *,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: OnUnits = ignore_progress,
 ) -> ExportedCheckpoint:
     """Write a checkpoint to a new folder that DeepSpeed loads as universal.
 

@@ -20,8 +20,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from trainctl.errors import RunStateError, TrainctlError
-from trainctl.migration.checkpoints.names import common_prefix, order_by_shape
-from trainctl.migration.checkpoints.source import Source
+from trainctl.migration.checkpoints.source import Source, common_prefix, order_by_shape
 from trainctl.models.hf_weights import tied_names
 from trainctl.train.checkpoint.optimizer_state import MASTER
 

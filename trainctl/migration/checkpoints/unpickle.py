@@ -27,7 +27,7 @@ import torch
 
 from trainctl.config.reading import open_file, read_bytes
 from trainctl.errors import RunStateError, TrainctlError
-from trainctl.migration.record import Record
+from trainctl.migration.configs.pickled import Record
 from trainctl.untrusted import safe_name
 
 MOST_POINTER_BYTES = 4096

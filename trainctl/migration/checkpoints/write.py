@@ -23,8 +23,7 @@ from trainctl import __version__
 from trainctl.config.schema import RunConfig
 from trainctl.engines.process import Process, joined_process
 from trainctl.errors import MachineError, RunStateError, TrainctlError
-from trainctl.migration.checkpoints.names import match_names
-from trainctl.migration.checkpoints.source import FORMATS, Source, differences, reading
+from trainctl.migration.checkpoints.source import FORMATS, Source, differences, match_names, reading
 from trainctl.migration.checkpoints.unpickle import as_numbers, damaged
 from trainctl.models.hf_weights import persistent_buffers, tied_names
 from trainctl.options.adapter import low_rank
@@ -47,6 +46,7 @@ from trainctl.runs.files import make_folder
 from trainctl.runs.layout import RunPaths
 from trainctl.runs.lock import hold_lock
 from trainctl.runs.manifest import FORMAT, write_manifest
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.checkpoint.content import write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.save import check_space
@@ -59,9 +59,6 @@ PIECE = 1 << 24
 
 FILE_BYTES = 4 * 2**30
 """Size from which the next parameter begins a new file; ranks verify files in shares."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are written and their total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +90,7 @@ def import_source(
     run_dir: Path,
     *,
     argv: Sequence[str] = (),
-    progress: Progress = lambda done, total: None,
+    progress: OnUnits = ignore_progress,
 ) -> ImportedCheckpoint:
     """Write a source as the first checkpoint of a run, which is made unless it is there.
 
@@ -338,7 +335,7 @@ def _write(
     states: Sequence[str],
     facts: Mapping[str, Any],
     plan: RunPlan,
-    progress: Progress,
+    progress: OnUnits,
 ) -> int:
     """Write and commit the checkpoint; return the bytes of its tensors.
 

@@ -40,9 +40,6 @@ from trainctl.runs.status import State, read_status
 class Follower:
     """Sends a run's records from the cursor on to one logger. Makes its sink with the first batch.
 
-    Args:
-        name: Name of the logger.
-
     Raises:
         TrainctlError: Its cursor is damaged.
     """

@@ -200,10 +200,6 @@ class Optimizer(Spec):
             return ()
         return self.matrix_states if is_matrix else self.states
 
-    def matrix_rate(self, section: OptimizerConfig) -> float | None:
-        """Return the peak learning rate of the matrices; None if it is `lr`."""
-        return getattr(section, self.matrix_lr) if self.matrix_lr else None
-
 
 spec_of = spec_lookup(OptimizerConfig, Optimizer)
 """Return the specification of the configured optimizer."""

@@ -5,7 +5,6 @@ from trainctl.rules.plan import (
     data,
     documents,
     engine,
-    executors,
     experts,
     kernels,
     layout,

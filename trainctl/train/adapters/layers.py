@@ -367,7 +367,7 @@ class MergedWeights:
         if layer.experts:
             each = layer.inputs * layer.outputs
             first, last = start // each, -(-end // each)
-            merged = self._experts(layer, shape, first, last).reshape(-1)
+            merged = self._merged_experts(layer, shape, first, last).reshape(-1)
             return merged[start - first * each : end - first * each]
         if layer.inputs_first:  # stored transposed, so all of it is merged
             return self._rows(layer, 0, layer.outputs).T.reshape(-1)[start:end]
@@ -391,7 +391,7 @@ class MergedWeights:
             rows = rows * (lengths / torch.linalg.norm(rows, dim=1))[:, None]
         return rows
 
-    def _experts(
+    def _merged_experts(
         self, layer: LinearLayer, shape: torch.Size, first: int, last: int
     ) -> torch.Tensor:
         """Return the merged matrices of experts [first, last), as they are stored."""

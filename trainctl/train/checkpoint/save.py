@@ -144,7 +144,6 @@ def write_checkpoint(
         process: This rank, with a control group that no other thread uses.
         facts: Manifest entries that do not depend on the ranks' fragments, `weights_only` among
             them.
-        config: Which checkpoints to keep.
 
     Returns:
         The committed folder; seconds and bytes of each rank's file.
@@ -379,7 +378,6 @@ class Saver:
         A problem leaves the manifest as it is, as a kill would.
 
         Args:
-            step: Step of the checkpoint.
             entries: Manifest entries that do not depend on the ranks' fragments.
         """
         if not self._process.is_first:

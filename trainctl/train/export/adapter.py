@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from trainctl.plans.trainable import (
     trainable,
 )
 from trainctl.runs.files import write_json
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.checkpoint.content import CheckpointReader, write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.export.directory import copy_tokenizer
@@ -49,7 +50,7 @@ def export_adapter(
     *,
     dtype: torch.dtype,
     weights: str = MASTER,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: OnUnits = ignore_progress,
 ) -> ExportedCheckpoint:
     """Write the adapter of a checkpoint to a new folder.
 

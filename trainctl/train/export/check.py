@@ -35,7 +35,7 @@ from trainctl.train.adapters.quantized import dequantized_source
 from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import Prompts, prompts_of
-from trainctl.train.export.loading import load_module
+from trainctl.train.export.output import load_module
 from trainctl.train.models.encoders import auto_class
 from trainctl.train.models.frozen_base import (
     FullModel,

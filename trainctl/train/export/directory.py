@@ -33,12 +33,17 @@ from trainctl.options.objective.contrastive import ContrastiveConfig, Pooling
 from trainctl.options.tokenizer import spec_of, tokenizer_facts
 from trainctl.runs.files import write_json
 from trainctl.runs.layout import RunPaths
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.adapters.layers import MergedWeights
 from trainctl.train.checkpoint.content import CheckpointReader, write_stream
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.evaluation import first_source, prompts_of
-from trainctl.train.export.loading import NOT_LOADED, write_module_file
-from trainctl.train.export.output import ExportedCheckpoint, new_folder
+from trainctl.train.export.output import (
+    NOT_LOADED,
+    ExportedCheckpoint,
+    new_folder,
+    write_module_file,
+)
 from trainctl.train.models.frozen_base import FullModel, base_file, whole_weights
 from trainctl.train.models.model import fold_multipliers, skeleton, with_portable_attention
 from trainctl.train.models.weights import WeightSource
@@ -58,7 +63,7 @@ def export(
     dtype: torch.dtype,
     weights: str = MASTER,
     shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: OnUnits = ignore_progress,
 ) -> ExportedCheckpoint:
     """Write the checkpoint's weights to a new folder that `AutoModelForCausalLM` loads, or
     `AutoModelForSequenceClassification` if the objective has a head of its own.

@@ -24,6 +24,7 @@ from trainctl.errors import TrainctlError
 from trainctl.models.hf_weights import Unit
 from trainctl.options.tokenizer import spec_of
 from trainctl.runs.files import temporary_folder
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.export.directory import PublishedModel, write_all_but_weights
 from trainctl.train.export.output import ExportedCheckpoint, new_file
@@ -99,7 +100,7 @@ def export_gguf(
     *,
     dtype: FileType,
     weights: str = MASTER,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: OnUnits = ignore_progress,
 ) -> ExportedCheckpoint:
     """Write the checkpoint's weights, tokenizer and chat template to a new GGUF file.
 
@@ -261,9 +262,6 @@ class Layout:
 
         Vectors are in fp32, as are matrices that llama.cpp reads so, and rows that blocks do not
         divide are in fp16.
-
-        Args:
-            name: Its published name.
 
         Raises:
             TrainctlError: llama.cpp has no place for it.

@@ -13,15 +13,16 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from trainctl.config.schema import AttentionKind
-from trainctl.engines.cpu_matmul import use_fp32_cpu_products
 from trainctl.engines.first_pass import FirstPass
 from trainctl.engines.micro_batch import MicroBatch
+from trainctl.engines.process import use_fp32_cpu_products
 from trainctl.errors import MachineError
 from trainctl.models.tensors import FUTURE
 from trainctl.options.adapter import low_rank
 from trainctl.options.objective import SCORES
 from trainctl.plans.settings import number_formats
 from trainctl.plans.types import RunPlan
+from trainctl.runs.records import Progress
 from trainctl.train.adapters.layers import apply_adapter
 from trainctl.train.checkpoint.content import CheckpointReader
 from trainctl.train.checkpoint.optimizer_state import MASTER
@@ -107,7 +108,7 @@ def load(
     plan: RunPlan,
     checkpoint: Path,
     device: str,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
     *,
     weights: str = MASTER,
 ) -> LoadedModel:

@@ -26,7 +26,7 @@ from trainctl.engines.process import Axis
 from trainctl.errors import TrainctlError
 from trainctl.train.models.model import whole_pieces
 from trainctl.train.models.module import ModuleModel
-from trainctl.train.parallel.collectives import Copy, Reduce
+from trainctl.train.parallel.experts import Copy, Reduce
 from trainctl.train.parallel.module_plan import (
     read_pipeline_plan,
     read_tensor_plan,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,6 +25,7 @@ from trainctl.models.hf_weights import StoredModel, tied_names
 from trainctl.models.tensors import INDEX, WIDTHS, StoredTensor, stored_tensors
 from trainctl.models.tokenizer_files import read_facts
 from trainctl.runs.files import write_json
+from trainctl.runs.records import OnUnits, ignore_progress
 from trainctl.train.checkpoint.content import write_stream
 from trainctl.train.export.output import new_folder
 from trainctl.train.models.model import skeleton, with_portable_attention
@@ -61,7 +62,7 @@ def add_tokens(
     tokens: Sequence[str],
     *,
     multiple_of: int = 1,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: OnUnits = ignore_progress,
 ) -> AddedTokens:
     """Write a copy of a directory with more special tokens to a new folder.
 

@@ -13,7 +13,7 @@ from trainctl.config.registry import function_of
 from trainctl.config.schema import RunConfig
 from trainctl.engines.shards import ParameterPiece, Pieces
 from trainctl.options.optimizer import Maker
-from trainctl.plans.optimizers import GroupKey, group_of, optimizer_maker, order_groups
+from trainctl.plans.optimizers import GroupKey, group_of, group_rate, optimizer_maker, order_groups
 from trainctl.plans.types import RunPlan
 
 
@@ -55,7 +55,7 @@ def parameter_groups(
             "uses_muon": key.uses_muon,
             "weight_decay": key.weight_decay,
             "lr": 0.0,
-            "peak_lr": key.peak_lr(config) * lr_scale,
+            "peak_lr": group_rate(key, config, lr_scale),
         }
         for is_expert, found in members.items()
         for key in order_groups(found)

@@ -24,7 +24,7 @@ from trainctl.engines.process import Axis
 from trainctl.errors import TrainctlError
 from trainctl.train.adapters.layers import DoraLayer, LoraLayer
 from trainctl.train.models.module import ModuleModel
-from trainctl.train.parallel.collectives import Copy, Reduce, ReduceScatter
+from trainctl.train.parallel.experts import Copy, Reduce, ReduceScatter
 
 
 class RowLinear(nn.Linear):

@@ -32,7 +32,7 @@ from trainctl.options.model import Region
 from trainctl.plans.trainable import LORA_A, LORA_B, MAGNITUDE
 from trainctl.train.adapters.layers import LoraLayer, added_parameters
 from trainctl.train.models.module import ModuleModel
-from trainctl.train.parallel.collectives import (
+from trainctl.train.parallel.experts import (
     Copy,
     GatherSequence,
     GatherToRegion,

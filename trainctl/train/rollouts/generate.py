@@ -24,8 +24,7 @@ from trainctl.memory.rollout import SPARE_COLUMNS, RolloutSize, prefill_tokens
 from trainctl.options.objective.grpo import GrpoConfig
 from trainctl.plans.types import RunPlan
 from trainctl.train.evaluation import inference
-from trainctl.train.rollouts import Completion, RolloutRow
-from trainctl.train.rollouts.sampling import Sampler
+from trainctl.train.rollouts import Completion, RolloutRow, Sampler
 
 
 @dataclass(slots=True)

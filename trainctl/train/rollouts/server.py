@@ -37,9 +37,8 @@ from trainctl.train.checkpoint.optimizer_state import MASTER
 from trainctl.train.checkpoint.save import rank_part, write_checkpoint
 from trainctl.train.export.directory import export
 from trainctl.train.models.model import TORCH_TYPES
-from trainctl.train.rollouts import Completion, RolloutRow
+from trainctl.train.rollouts import Completion, RolloutRow, Sampler
 from trainctl.train.rollouts.generate import Generation
-from trainctl.train.rollouts.sampling import Sampler
 from trainctl.train.session import Session
 
 Result = TypeVar("Result")

@@ -37,16 +37,17 @@ from trainctl.train.adapters.layers import without_adapters
 from trainctl.train.callbacks.context import Journal
 from trainctl.train.evaluation import HeldOutLoss, inference, prompts_of
 from trainctl.train.objectives.grpo import Floats, advantages_of, divisors_of
-from trainctl.train.rollouts import Completion, RolloutRow
-from trainctl.train.rollouts.generate import Generation, generate
-from trainctl.train.rollouts.kept import (
+from trainctl.train.rollouts import (
     AnswerKey,
     AnswerWriter,
+    Completion,
+    RolloutRow,
+    Sampler,
     drop_phases,
     folder_name,
     read_answers,
 )
-from trainctl.train.rollouts.sampling import Sampler
+from trainctl.train.rollouts.generate import Generation, generate
 from trainctl.train.rollouts.server import RolloutServer, on_first_rank, weights_sums
 from trainctl.train.session import Session
 
@@ -546,7 +547,6 @@ def _rows(
     """Build a micro-batch: a row for each answer, after its prompt; padding below and behind.
 
     Args:
-        size: Number of rows.
         divisors: Divisors of the answers' losses; None if no loss is computed.
         lengths: Tokens of all answers of the step, with `divisors`.
     """
