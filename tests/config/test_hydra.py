@@ -87,7 +87,7 @@ def hydra_compose(defaults: Sequence[Any], overrides: Sequence[str]) -> DictConf
 
 @cache
 def hydra_choices(recipe: str, users: Path | None) -> dict[str, str | None]:
-    """Option of each group that a recipe comes to by Hydra's own reading, within `hydras(users)`."""
+    """Option of each group that a recipe comes to by Hydra's own reading in `hydras(users)`."""
     hydra_compose([recipe], [])
     loader = GlobalHydra.instance().config_loader()
     listed = loader.compute_defaults_list("_asked", [], RunMode.RUN)
