@@ -201,7 +201,7 @@ def test_a_frozen_layer_keeps_no_input(family: str, name: str, attention: str) -
 def test_products_are_what_selective_keeps(family: str, attention: str) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from trainctl.train.models.recompute import SAVED_OPERATIONS
+    from trainctl.train.models.selective import SAVED_OPERATIONS
 
     sizes = []
 

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import gc
+import sys
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from rank_processes import Case, curve, tiny_config, tiny_plan, train_cases
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainctl.config.registry import new_section
 from trainctl.config.schema import (
@@ -18,7 +21,8 @@ from trainctl.config.schema import (
 from trainctl.errors import TrainctlError
 from trainctl.runs.layout import RunPaths
 from trainctl.train.models.model import blocks, materialise, skeleton
-from trainctl.train.models.recompute import SAVED_OPERATIONS, wrap_blocks
+from trainctl.train.models.recompute import wrap_blocks
+from trainctl.train.models.selective import SAVED_OPERATIONS
 from trainctl.train.models.weights import SeedWeights
 from trainctl.tuning.speed import with_values
 
@@ -166,6 +170,120 @@ def test_each_mode_keeps_less_and_full_keeps_a_block_input_only(family):
         *_, kept[name] = trained(model)
     assert kept["full"] < kept["half"] < kept["none"]
     assert kept["full"] < kept["selective"] < 0.75 * kept["none"]
+
+
+def python_calls(model):
+    """Number of Python functions that are called in a forward and a backward pass."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    ids = torch.zeros((1, 8), dtype=torch.long)
+    for profile in (None, count):  # the first pass imports and caches
+        sys.setprofile(profile)
+        try:
+            model(input_ids=ids, labels=ids).loss.backward()
+        finally:
+            sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_recomputation_calls_little_more_than_the_forward_pass_again(family):
+    """Torch's own checkpoint calls three times as much, a mode at each function twice that."""
+    modes = (NONE, FULL, SELECTIVE)
+    none, full, selective = (python_calls(wrapped(built(family), mode=mode)[0]) for mode in modes)
+    assert full <= 3 * none
+    assert selective <= 1.5 * full
+
+
+class Block(GradientCheckpointingLayer):
+    """A block with a product and what a test does to it."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.between = between
+
+    def forward(self, hidden):
+        return hidden + self.second(self.between(self.first(hidden)))
+
+
+Block.__module__ = "transformers.models.own"
+
+
+def block_gradients(between, mode):
+    torch.manual_seed(0)
+    block = Block(between)
+    wrap_blocks(block, new_section("activation_checkpointing", mode))
+    hidden = torch.ones(4, 8, requires_grad=True)
+    block(hidden).square().sum().backward()
+    return [hidden.grad, *(each.grad for each in block.parameters())]
+
+
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE])
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda product: product.mul_(2).tanh(),  # a kept product that changes
+        lambda product: torch.nn.functional.dropout(product, 0.5).tanh(),
+        lambda product: (product @ product.T) @ product,
+    ],
+    ids=["in place", "random", "other products"],
+)
+def test_a_block_is_repeated_as_it_was(between, mode):
+    for one, other in zip(
+        block_gradients(between, NONE), block_gradients(between, mode), strict=True
+    ):
+        torch.testing.assert_close(other, one)
+
+
+def test_a_block_whose_input_changed_is_not_recomputed():
+    block = Block(torch.tanh)
+    wrap_blocks(block, new_section("activation_checkpointing", FULL))
+    hidden = torch.ones(4, 8, requires_grad=True) * 1
+    output = block(hidden)
+    hidden.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        output.sum().backward()
+
+
+def test_a_block_that_does_not_repeat_itself_is_an_error():
+    rows = iter((4, 3))
+    block = Block(lambda product: product[: next(rows)].tanh().mean(0, keepdim=True))
+    wrap_blocks(block, new_section("activation_checkpointing", FULL))
+    output = block(torch.ones(4, 8, requires_grad=True))
+    with pytest.raises(RuntimeError, match="unlike its forward pass"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE])
+def test_the_input_is_freed_with_the_backward_pass_by_no_garbage_collection(mode):
+    block = Block(torch.tanh)
+    wrap_blocks(block, new_section("activation_checkpointing", mode))
+    hidden = torch.ones(4, 8, requires_grad=True) * 1
+    storage = StorageWeakRef(hidden.untyped_storage())
+    gc.disable()
+    try:
+        loss = block(hidden).sum()
+        del hidden
+        assert not storage.expired()
+        loss.backward()
+        assert storage.expired()
+    finally:
+        gc.enable()
+
+
+def test_a_second_backward_pass_recomputes_again():
+    block = Block(torch.tanh)
+    wrap_blocks(block, new_section("activation_checkpointing", FULL))
+    loss = block(torch.ones(4, 8, requires_grad=True)).square().sum()
+    loss.backward(retain_graph=True)
+    once = block.first.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(block.first.weight.grad, 2 * once)
 
 
 def on_two_ranks(tmp_path, function):

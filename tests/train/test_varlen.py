@@ -17,7 +17,7 @@ from trainctl.plans.types import RunPlan
 from trainctl.rules.resolve import resolve
 from trainctl.train.models import varlen
 from trainctl.train.models.model import materialise
-from trainctl.train.models.recompute import SAVED_OPERATIONS
+from trainctl.train.models.selective import SAVED_OPERATIONS
 from trainctl.train.models.varlen import VARLEN, has_flash_attention, varlen_kernel
 from trainctl.train.models.weights import SeedWeights
 from trainctl.train.session import plan_skeleton

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -17,13 +18,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import compiler
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
-from deepspeed.runtime.zero import partition_parameters, stage3
+from deepspeed.runtime.zero import (
+    parameter_offload,
+    partition_parameters,
+    partitioned_param_coordinator,
+    stage3,
+)
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.partitioned_param_coordinator import (
-    PartitionedParameterCoordinator,
-    iter_params,
-)
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import nvtx, z3_leaf_module
 
 
@@ -119,7 +122,33 @@ def _ids_to_release(coordinator: Any, unit: torch.nn.Module, step: int) -> set[i
 
 
 def _parameters(unit: torch.nn.Module) -> Iterable[Any]:
-    return iter_params(unit, recurse=z3_leaf_module(unit))
+    return list_parameters(unit, recurse=z3_leaf_module(unit))
+
+
+def list_parameters_once() -> None:
+    """Make ZeRO 3 walk through the modules of a block once, not at each gathering and release."""
+    partitioned_param_coordinator.iter_params = list_parameters
+
+
+def list_parameters(module: Any, recurse: bool = False) -> Iterable[Any]:
+    """Return a module's parameters, and those that it uses of other modules."""
+    kept = module.__dict__.setdefault("_trainctl_parameters", {})
+    if recurse not in kept:
+        kept[recurse] = [each for _, each in module.named_parameters(recurse=recurse)]
+    return chain(kept[recurse], (each for _, each in module.ds_external_parameters()))
+
+
+def leave_out_debug_messages() -> None:
+    """Make ZeRO 3 look up its rank for messages that it prints, not for all that it could print."""
+    for module in (parameter_offload, partition_parameters, partitioned_param_coordinator, stage3):
+        module.print_rank_0 = partial(_print_if_forced, module.print_rank_0)
+
+
+def _print_if_forced(
+    printed: Callable[..., None], message: str, debug: bool = False, force: bool = False
+) -> None:
+    if debug or force:
+        printed(message, debug, force)
 
 
 def leave_out_profiler_ranges() -> None:

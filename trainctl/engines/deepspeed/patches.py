@@ -102,6 +102,22 @@ USES = (
             fallback="the host may need 7 % more time for a step",
         ),
         replaced(
+            "deepspeed.runtime.zero.partitioned_param_coordinator:iter_params"
+            "(module, recurse=False)",
+            "the modules of a block are walked through at each gathering and release: 7 % of the "
+            "host's time",
+            apply=f"{_CHANGES}:list_parameters_once",
+            fallback="the host may need 7 % more time for a step",
+        ),
+        replaced(
+            "deepspeed.runtime.zero.partition_parameters:print_rank_0"
+            "(message, debug=False, force=False)",
+            "the rank is looked up for thousands of messages in a step, none of which is printed: "
+            "4 % of the host's time",
+            apply=f"{_CHANGES}:leave_out_debug_messages",
+            fallback="the host may need 4 % more time for a step",
+        ),
+        replaced(
             "deepspeed.runtime.zero.linear:LinearFunctionForZeroStage3.forward"
             "(input, weight, bias=None)",
             "torch reads the signature of this function anew at each product: 8 % of the host's "

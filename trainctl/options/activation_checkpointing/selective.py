@@ -11,7 +11,7 @@ from trainctl.options.activation_checkpointing import (
 SPEC = ActivationCheckpointing(
     name="selective",
     keys=Recomputing,
-    build="trainctl.train.models.recompute:selective_dispatch_modes",
+    build="trainctl.train.models.selective:selective_dispatch_modes",
     keeps_products=True,
     why_not={"deepcompile": COMPILER_KEEPS},
 )

@@ -20,7 +20,8 @@ from trainctl.options.precision.fp8 import Fp8Config
 from trainctl.plans.shapes import FEED_FORWARD
 from trainctl.train.adapters.layers import LoraLayer
 from trainctl.train.models.model import blocks
-from trainctl.train.models.recompute import Recompute, compiled_selection
+from trainctl.train.models.recompute import Recompute
+from trainctl.train.models.selective import compiled_selection
 
 
 def apply_kernels(model: PreTrainedModel, config: KernelsConfig) -> None:

@@ -54,7 +54,7 @@ from trainctl.train.models.model import (
     whole_pieces,
 )
 from trainctl.train.models.module_layouts import other_ranks
-from trainctl.train.models.recompute import SAVED_OPERATIONS
+from trainctl.train.models.selective import SAVED_OPERATIONS
 from trainctl.train.models.weights import storage_id
 from trainctl.train.parallel.tensor import shard_model
 

@@ -19,6 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
+from trainctl.train.models.selective import kept_attention
+
 VARLEN = "trainctl_varlen"
 """Name of this attention in a model's configuration."""
 
@@ -96,8 +98,11 @@ def attend_within_documents(
         value = F.pad(value, (0, width - own_width))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     reach = sliding_window - 1 if sliding_window and sliding_window < length else -1
-    attended = kernel(
-        *(each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)),
+    flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
+    attended = _call_kernel(
+        kernel,
+        (*flat, cu_seq_lens_q),
+        *flat,
         cu_seq_lens_q,
         cu_seq_lens_q,
         max_length_q,
@@ -107,3 +112,14 @@ def attend_within_documents(
         enable_gqa=key.shape[1] != heads,
     )
     return attended.view(samples, length, heads, width)[..., :own_width], None
+
+
+def _call_kernel(
+    kernel: Callable[..., torch.Tensor],
+    tensors: tuple[torch.Tensor, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if (call := kept_attention.get(None)) is not None:
+        return call(kernel, tensors, *args, **kwargs)
+    return kernel(*args, **kwargs)
