@@ -85,7 +85,7 @@ class _Kept:
 
 
 _AGAIN: AbstractContextManager[None] = nullcontext()
-"""In place of a result that is not kept: the context in which the call is made again."""
+"""Context in which a call is made again whose result is not kept."""
 
 
 class _Calls:
