@@ -33,6 +33,8 @@ PUBLIC = {
     "out_features",
     "padding_idx",
     "weight",
+    # torch documents it (Autograd mechanics): the count of changes in place.
+    "_version",
     # torch documents these, private or not (Understanding CUDA Memory Usage).
     "_dump_snapshot",
     "_record_memory_history",

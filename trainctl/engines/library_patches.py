@@ -6,6 +6,7 @@ from trainctl.engines.patches import (
     ADAPTED,
     ALWAYS,
     CHAT,
+    COMPILED,
     EIGHT_BIT_MOMENTS,
     EXPERTS,
     FSDP2,
@@ -115,6 +116,16 @@ _TORCH_USES = (
             "selective checkpointing keeps a product together with what is added to it in place",
             names=("_python_dispatch",),
         ),
+        *(
+            replaced(
+                f"torch.nn.functional:{name}",
+                "what it gives in a recomputed block is kept, or given back; nothing else is "
+                "looked at",
+                contains=f"torch._C._nn.{name}",
+                names=("_nn",),
+            )
+            for name in ("linear", "scaled_dot_product_attention")
+        ),
         extended(
             "torch.overrides:TorchFunctionMode.__torch_function__"
             "(self, func, types, args=(), kwargs=None)",
@@ -136,6 +147,12 @@ _TORCH_USES = (
             "tensors among the results of an operation",
             names=("_pytree",),
         ),
+    ),
+    called(
+        "torch._dynamo.utils:get_compilation_metrics()",
+        "what is compiled anew after the first steps is told, with torch's reason",
+        names=("_dynamo",),
+        need=COMPILED,
     ),
     *needed(
         ALWAYS,

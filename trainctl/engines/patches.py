@@ -97,6 +97,7 @@ SELECTIVE = Need(
     "activation_checkpointing.mode",
     lambda config: config.activation_checkpointing.mode == selective.SPEC.name,
 )
+COMPILED = Need("kernels.compile", lambda config: config.kernels.is_compiled)
 LIGER_LOSS = Need(
     "kernels.cross_entropy",
     lambda config: config.kernels.cross_entropy is CrossEntropyKind.liger_fused,
